@@ -1,0 +1,1 @@
+"""What a drafter learns from: prompts, the target's own responses, losses."""

@@ -1,0 +1,355 @@
+"""The drafter protocol, the contract, and how a drafter is saved and loaded.
+
+The folder is the registry: a file `heads/<kind>.py` with a `Drafter` subclass whose `kind` is the
+file's name is a drafter kind. Nothing else lists them.
+
+Shapes: B rows, T positions, D target hidden size, A captured layers, V vocabulary, N tree nodes.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from heads.errors import UserError, unknown_name
+from heads.schema import Strict, parse
+from heads.tree import TokenTree, TreeShape
+
+FORMAT = 1
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+class TargetIdentity(Strict):
+    """All that must agree between a drafter's target and the model it is served with.
+
+    The hashes are hex sha256 prefixes; `weights_hash` samples the target's own tensors, so that two
+    fine-tunes of one base differ.
+    """
+
+    name: str
+    revision: str | None = None
+    config_hash: str
+    weights_hash: str
+    tokenizer_hash: str
+    template_hash: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    dtype: str
+
+
+class Contract(Strict):
+    """What a checkpoint promises about how it was trained and must be served.
+
+    `captured_layers` count transformers' way: k is the residual stream after k layers
+    (`hidden_states[k]`). `rope` is empty for drafters without attention of their own.
+    """
+
+    target: TargetIdentity
+    captured_layers: tuple[int, ...] = ()
+    captured_layer_convention: str = "hidden_states[k]: the residual stream after k layers"
+    hidden: str = "after the final norm"
+    recurrence: str = "none"
+    rope: dict[str, Any] = Field(default_factory=dict)
+    norm_flags: dict[str, bool] = Field(default_factory=dict)
+    draft_vocab: str = "full"
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained)."""
+
+    lm_head_VD: Tensor
+    embed_VD: Tensor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter wants of the target at every processed position."""
+
+    final_hidden: bool = False
+    captured_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One packed micro-batch.
+
+    `tokens_BT` int64; `loss_mask_BT` bool, true on the assistant's tokens; `segments_BT` int64, the
+    conversation within the row from 1, 0 for padding; `positions_BT` int64, restarting with each
+    conversation; `hidden_BTD` the target's states after its final norm; `captured_BTAD` its
+    captured layers in ascending order, or None; `rows` the data set's row ids, for error messages.
+    """
+
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+    segments_BT: Tensor
+    positions_BT: Tensor
+    hidden_BTD: Tensor
+    captured_BTAD: Tensor | None = None
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """What one draft step adds to the loss, as sums: divided once, after the reduce.
+
+    `loss_sum` (float32 scalar with grad) and `weight`, the step's weight in the total; detached
+    counts: `num_positions` supervised, `num_correct` whose argmax is the target token.
+    """
+
+    loss_sum: Tensor
+    weight: float
+    num_positions: Tensor
+    num_correct: Tensor
+
+
+class Criterion(Protocol):
+    """The loss of one draft step, computed in chunks of positions.
+
+    `hidden_BTD` is what the drafter feeds its output matrix `weight_VD`; `step` counts from 0
+    (targets: `heads.align.draft_targets`); `target_ids_Vd` names the target id of each row of the
+    matrix when it covers a draft vocabulary only.
+    """
+
+    def __call__(
+        self,
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        *,
+        step: int,
+        weight: float,
+        target_ids_Vd: Tensor | None = None,
+    ) -> StepLoss:
+        """Loss sum and counts of the step."""
+        ...
+
+
+@dataclass
+class DraftState:
+    """What the loop knows when it asks for a proposal (one request).
+
+    `tokens`: all committed ids, prompt included; the last one is committed but **not yet
+    processed** by the target. `hidden_TD` / `captured_TAD`: the target's states at the positions
+    that were processed since the last proposal (after prefill: the whole prompt), the last row
+    being position `len(tokens) - 2`.
+    """
+
+    tokens: list[int]
+    hidden_TD: Tensor | None = None
+    captured_TAD: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftBudget:
+    """What the loop asks for.
+
+    `shape`: the chain or static tree to fill; a drafter may return a smaller tree, never a larger
+    one. `probs`: None for deterministic drafts (the drafter's best candidates, by rank); else the
+    map from logits [..., V] to probabilities (same temperature and truncation as the target): the
+    drafts are then drawn from it with `generator` and come with their `draft_probs_NV`.
+    """
+
+    shape: TreeShape
+    probs: Callable[[Tensor], Tensor] | None = None
+    generator: torch.Generator | None = None
+
+
+class DrafterConfig(Strict):
+    """Fields that every kind has; each kind adds its own."""
+
+    kind: str
+
+
+class Drafter(nn.Module, ABC):
+    """What proposes tokens. Its parameters are its own; the target's tensors come by `bind`."""
+
+    kind: ClassVar[str]
+    Config: ClassVar[type[DrafterConfig]]
+    trainable: ClassVar[bool] = True
+    can_sample: ClassVar[bool] = False
+    """Whether it can draw drafts at random and tell their true probabilities (chains)."""
+
+    config: DrafterConfig
+    shared: SharedWeights | None = None
+
+    def bind(self, shared: SharedWeights) -> None:
+        """Give the drafter the target's frozen tensors (not registered as its own)."""
+        object.__setattr__(self, "shared", shared)
+
+    @classmethod
+    @abstractmethod
+    def create(cls, config: DrafterConfig, target: TargetIdentity, shared: SharedWeights) -> "Drafter":
+        """A new drafter for this target, bound, at its training start."""
+
+    @classmethod
+    @abstractmethod
+    def blank(cls, config: DrafterConfig, target: TargetIdentity) -> "Drafter":
+        """A drafter of the same tensors without values (NaN), to be filled from a checkpoint."""
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What it wants of the target."""
+
+    @property
+    @abstractmethod
+    def max_depth(self) -> int | None:
+        """The longest path it can draft; None when there is no limit."""
+
+    @abstractmethod
+    def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
+        """A tree whose root is `state.tokens[-1]`."""
+
+    def start(self) -> None:  # noqa: B027 - most kinds keep nothing between requests
+        """A new request begins: forget what was kept of the last one."""
+
+    def contract_fields(self) -> dict[str, Any]:
+        """The kind's own part of the contract."""
+        return {"captured_layers": self.needs.captured_layers}
+
+    def forward(self, batch: TrainingBatch, criterion: Criterion) -> list[StepLoss]:
+        """The training forward: one StepLoss a draft step."""
+        raise UserError(f"a drafter of kind {self.kind!r} has nothing to train")
+
+
+def drafter_kinds() -> list[str]:
+    """Every kind that has a file in this folder."""
+    shared = {"__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors"}
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
+
+
+def drafter_class(kind: str) -> type[Drafter]:
+    """The drafter class of a kind."""
+    if kind not in drafter_kinds():
+        raise unknown_name("drafter kind", kind, drafter_kinds())
+    module = importlib.import_module(f"heads.{kind}")
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Drafter) and vars(value).get("kind") == kind:
+            return value
+    raise AssertionError(f"heads/{kind}.py holds no Drafter with kind = {kind!r}")
+
+
+@dataclass
+class Checkpoint:
+    """A drafter with what is known about it.
+
+    `calibration` is measured, never trained: `accuracies_HK` (cumulative counts as rates: row h,
+    entry k: how often the target's token is the rank-k candidate at draft step h).
+    """
+
+    drafter: Drafter
+    contract: Contract
+    calibration: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+
+def save_drafter(checkpoint: Checkpoint, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write `folder` whole or not at all, replacing an earlier checkpoint there.
+
+    `tensors` replaces the drafter's own state dict (a gathered one of a sharded run).
+    """
+    state = checkpoint.drafter.state_dict() if tensors is None else tensors
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, temporary / WEIGHTS)
+        record = {
+            "format": FORMAT,
+            "kind": checkpoint.drafter.kind,
+            "drafter": checkpoint.drafter.config.model_dump(mode="json"),
+            "contract": checkpoint.contract.model_dump(mode="json"),
+            "calibration": checkpoint.calibration,
+        }
+        (temporary / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
+        temporary.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            os.replace(folder, old / "old")
+            os.replace(temporary, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"could not write the drafter to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_drafter(folder: Path) -> Checkpoint:
+    """Read a drafter written by `save_drafter`; it is not bound to a target yet.
+
+    Raises UserError for a folder that is not a drafter, an unknown kind, and tensors that are
+    missing, extra, misshapen or not finite.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is not a drafter: no {CONFIG} in it; expected a folder written by outrider train")
+    try:
+        record = json.loads((folder / CONFIG).read_text())
+        kind, form = record["kind"], record["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / CONFIG} is not a drafter's config: {error!r}") from None
+    if form != FORMAT:
+        raise UserError(f"{folder}: checkpoint format {form}, this version reads {FORMAT}")
+    cls = drafter_class(kind)
+    config = parse(cls.Config, record["drafter"], f"{folder / CONFIG} (drafter)")
+    contract = parse(Contract, record["contract"], f"{folder / CONFIG} (contract)")
+    drafter = cls.blank(config, contract.target)
+    fill(drafter, _read_tensors(folder / WEIGHTS), str(folder))
+    drafter.eval()
+    return Checkpoint(drafter, contract, record.get("calibration", {}), folder)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def fill(drafter: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Put `tensors` into the drafter: nothing missing, nothing extra, exact shapes, all finite."""
+    expected = drafter.state_dict()
+    missing = sorted(expected.keys() - tensors.keys())
+    extra = sorted(tensors.keys() - expected.keys())
+    if missing or extra:
+        raise UserError(f"{where}: missing tensors {missing or 'none'}, unexpected tensors {extra or 'none'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise UserError(
+                f"{where}: tensor {name} has shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"{where}: tensor {name} holds NaN or infinity; train it again or take another checkpoint")
+    drafter.load_state_dict(tensors)
+
+
+def check_contract(contract: Contract, target: TargetIdentity, where: str) -> None:
+    """Refuse a drafter that was trained for another target, tokenizer or chat template."""
+    reasons = {
+        "config_hash": "another model configuration",
+        "weights_hash": "other target weights",
+        "tokenizer_hash": "another tokenizer",
+        "template_hash": "another chat template",
+    }
+    for name, reason in reasons.items():
+        trained, given = getattr(contract.target, name), getattr(target, name)
+        if trained != given:
+            raise UserError(
+                f"{where} was trained for {contract.target.name} with {reason} "
+                f"({name} {trained}) than {target.name} ({given}); use its own target or train again"
+            )

@@ -1,0 +1,105 @@
+"""Token trees: what every drafter proposes and every verifier reads.
+
+Node 0 is the root: the last committed token, which the target has not processed yet. Every
+other node is a draft token; `parents[i] < i`. A chain is a tree of width 1.
+
+Shapes: N nodes (root included), V target vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from heads.errors import UserError
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The topology of a token tree.
+
+    `parents[0]` is -1. `ranks[i]` says which of its parent's candidates node i is (0 is the
+    drafter's first choice). Derived once: `depths` (root 0), `children`, and `ancestors_NN`,
+    where [i, j] is true when j is i or an ancestor of i: row i is what node i may attend to.
+
+        parents (-1, 0, 0, 1):  depths (0, 1, 1, 2), node 3 sees nodes 0, 1, 3
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+    depths: tuple[int, ...] = field(init=False, compare=False)
+    children: tuple[tuple[int, ...], ...] = field(init=False, compare=False)
+    ancestors_NN: Tensor = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the parents and derive what follows from them."""
+        if not self.parents or self.parents[0] != -1:
+            raise UserError(f"a tree starts with one root of parent -1, given parents {self.parents[:4]}")
+        depths, children = [0], [[] for _ in self.parents]  # type: tuple[list[int], list[list[int]]]
+        ancestors = torch.eye(len(self.parents), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise UserError(
+                    f"tree node {node} has parent {parent}: a parent comes before its child "
+                    "and there is one root (no cycles, no second root)"
+                )
+            depths.append(depths[parent] + 1)
+            children[parent].append(node)
+            ancestors[node] |= ancestors[parent]
+        ranks = self.ranks or tuple(
+            0 if node == 0 else children[self.parents[node]].index(node)
+            for node in range(len(self.parents))
+        )
+        if len(ranks) != len(self.parents):
+            raise UserError(f"{len(ranks)} ranks given for a tree of {len(self.parents)} nodes")
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "depths", tuple(depths))
+        object.__setattr__(self, "children", tuple(tuple(c) for c in children))
+        object.__setattr__(self, "ancestors_NN", ancestors)
+
+    def __len__(self) -> int:
+        """Number of nodes, root included."""
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """The greatest depth: how many draft tokens the longest path holds."""
+        return max(self.depths)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root (included) down to `node` (included)."""
+        nodes = [node]
+        while self.parents[nodes[-1]] >= 0:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes[::-1]
+
+
+@lru_cache(maxsize=256)
+def chain(num_speculative_tokens: int) -> TreeShape:
+    """A chain of `num_speculative_tokens` drafts below the root."""
+    if num_speculative_tokens < 0:
+        raise UserError(f"a chain of {num_speculative_tokens} drafts was asked for; expected 0 or more")
+    return TreeShape(tuple(range(-1, num_speculative_tokens)))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A proposal: the shape, `tokens_N` (int64, on the CPU; node 0 the root), and `draft_probs_NV`.
+
+    Row i of `draft_probs_NV` is q, the distribution that the children of node i were drawn
+    from (rows of leaves are never read). None says that the drafts are deterministic.
+    """
+
+    shape: TreeShape
+    tokens_N: Tensor
+    draft_probs_NV: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Tokens fit the shape."""
+        assert self.tokens_N.shape == (len(self.shape),), (self.tokens_N.shape, len(self.shape))

@@ -1,0 +1,1 @@
+"""Drafters at work: the target, verification, the speculative loop, reports and exports."""

@@ -1,0 +1,1 @@
+"""Checkpoints in the exact form that serving engines load."""

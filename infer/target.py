@@ -1,0 +1,341 @@
+"""The target: the only code that touches a causal LM.
+
+Shapes: B rows, T positions, N new nodes, L cache length after the forward, D hidden size,
+A captured layers, V vocabulary.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import logging as transformers_logging
+
+from heads.base import Needs, SharedWeights, TargetIdentity
+from heads.errors import UserError
+from heads.tree import TreeShape
+from infer.embedded import embedded_target
+
+DType = Literal["float32", "bfloat16"]
+
+
+class TreeCacheLayer(DynamicLayer):
+    """One layer's keys and values in a buffer that grows by doubling.
+
+    New states are written in place behind the `length` that are kept; `keep` then compacts the
+    accepted ones. Nothing is concatenated, so a step costs what it adds.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.length = capacity, 0
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append states [B, heads, N, head_dim]; the kept and new ones [B, heads, L, head_dim]."""
+        end = self.length + key_states.shape[-2]
+        if self.key_buffer is None or self.value_buffer is None or end > self.key_buffer.shape[-2]:
+            size = max(self.capacity, 2 * end if self.length else end)
+            self.key_buffer = self._grown(self.key_buffer, key_states, size)
+            self.value_buffer = self._grown(self.value_buffer, value_states, size)
+            self.is_initialized = True
+        self.key_buffer[:, :, self.length : end] = key_states
+        self.value_buffer[:, :, self.length : end] = value_states
+        self.length = end
+        return self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
+
+    def _grown(self, buffer: Tensor | None, like: Tensor, size: int) -> Tensor:
+        grown = like.new_empty(*like.shape[:2], size, like.shape[-1])
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown
+
+    def get_seq_length(self) -> int:
+        """Positions held."""
+        return self.length
+
+    def keep(self, base: int, offsets: Tensor | None, count: int) -> None:
+        """Of the positions from `base` on, keep `count`: those at `offsets`, or the first ones."""
+        if offsets is not None and self.key_buffer is not None and self.value_buffer is not None:
+            for buffer in (self.key_buffer, self.value_buffer):
+                buffer[:, :, base : base + count] = buffer[:, :, base + offsets]
+        self.length = base + count
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch."""
+        if self.key_buffer is not None and self.value_buffer is not None:
+            self.key_buffer, self.value_buffer = self.key_buffer[rows], self.value_buffer[rows]
+
+
+class TargetCache(Cache):
+    """Keys and values of every layer; `length` positions are processed and kept."""
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(layers=[TreeCacheLayer(capacity) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return int(self.layers[0].get_seq_length())
+
+    def commit(self, base: int, path: list[int]) -> None:
+        """Keep exactly the nodes `path` (ascending) of the tree that was processed at `base`."""
+        contiguous = path == list(range(len(path)))
+        offsets = None if contiguous else torch.tensor(path)
+        for layer in self.layers:
+            layer.keep(base, offsets if offsets is None else offsets.to(layer.key_buffer.device), len(path))
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch."""
+        for layer in self.layers:
+            layer.select_rows(rows)
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """One forward's result: `hidden_BND` after the final norm, `captured_BNAD` or None."""
+
+    hidden_BND: Tensor
+    captured_BNAD: Tensor | None
+
+
+class TargetModel:
+    """A frozen causal LM with tree attention, captured layers and an exact cache.
+
+    Raises UserError when the model cannot be driven this way (no causal LM, sliding-window
+    attention, logits that are not `lm_head(hidden)`).
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, revision: str | None = None) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.tokenizer: Any = tokenizer
+        self.name, self.revision = name, revision
+        self.config: Any = self.model.config.get_text_config()
+        self.decoder: Any = self.model.get_decoder()
+        self.lm_head: Any = self.model.get_output_embeddings()
+        self._refuse_unsupported()
+        self.identity = identify(self)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: DType = "bfloat16",
+        device: str = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "TargetModel":
+        """A target by name: `demo` (the embedded one), a local folder, or a Hugging Face id."""
+        source = resolve(name)
+        options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        with _quiet_transformers():
+            try:
+                config = AutoConfig.from_pretrained(source, **options)
+                tokenizer = AutoTokenizer.from_pretrained(source, **options)
+                model = AutoModelForCausalLM.from_pretrained(
+                    source, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", **options
+                )
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(_load_message(name, error)) from error
+        return cls(model.to(device), tokenizer, name, revision)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def max_positions(self) -> int:
+        """The context length."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def shared(self) -> SharedWeights:
+        """The frozen tensors that drafters read."""
+        return SharedWeights(
+            self.lm_head.weight.detach(), self.model.get_input_embeddings().weight.detach()
+        )
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a response: the generation config's and the tokenizer's."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        own = self.tokenizer.eos_token_id
+        return frozenset(ids + ([own] if own is not None else []))
+
+    def new_cache(self, capacity: int = 512) -> TargetCache:
+        """An empty cache with room for `capacity` positions before it has to grow."""
+        return TargetCache(self.config.num_hidden_layers, capacity)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        cache: TargetCache | None = None,
+        *,
+        positions_BN: Tensor | None = None,
+        visible_BNL: Tensor | None = None,
+        needs: Needs | None = None,
+    ) -> TargetStates:
+        """Process new tokens behind the cache.
+
+        `visible_BNL` (bool; B may be 1) says which of the L = cached + N positions each new one
+        attends to; None is plain causal attention. `positions_BN` default to cached + 0..N-1.
+        """
+        base = 0 if cache is None else cache.length
+        num = tokens_BN.shape[1]
+        if positions_BN is None:
+            positions_BN = torch.arange(base, base + num, device=tokens_BN.device)[None]
+        if visible_BNL is None and base and num > 1:
+            visible_BNL = causal(base, num, tokens_BN.device)
+        captured: dict[int, Tensor] = {}
+        layers = needs.captured_layers if needs else ()
+        with self._capture(layers, captured):
+            hidden = self.decoder(
+                input_ids=tokens_BN,
+                position_ids=positions_BN.expand(tokens_BN.shape[0], -1),
+                attention_mask=None if visible_BNL is None else additive(visible_BNL, self.dtype)[:, None],
+                cache=cache,
+                use_cache=cache is not None,
+            ).last_hidden_state
+        stacked = torch.stack([captured[k] for k in layers], dim=2) if layers else None
+        return TargetStates(hidden, stacked)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of post-norm states [..., D]."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    @contextmanager
+    def _capture(self, layers: tuple[int, ...], into: dict[int, Tensor]) -> Iterator[None]:
+        """Hooks that record the residual stream after k layers, for each k in `layers`."""
+
+        def recorder(k: int) -> Callable[..., None]:
+            def record(module: nn.Module, inputs: Any, output: Any) -> None:
+                into[k] = output[0] if isinstance(output, tuple) else output
+
+            return record
+
+        handles = [self.decoder.layers[k - 1].register_forward_hook(recorder(k)) for k in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refuse_unsupported(self) -> None:
+        window = getattr(self.config, "sliding_window", None)
+        default = ["sliding_attention" if window else "full_attention"]
+        kinds = set(getattr(self.config, "layer_types", None) or default)
+        if kinds != {"full_attention"}:
+            raise UserError(
+                f"target {self.name} has layers of type {', '.join(sorted(kinds))} with a sliding window "
+                "or a recurrent state; only full attention can be verified as a tree here"
+            )
+        if self.lm_head is None or not hasattr(self.decoder, "layers"):
+            raise UserError(f"target {self.name} is not a decoder with an output head; give a causal LM")
+        probe = torch.tensor([[1, 0]], device=self.device)
+        with torch.no_grad():
+            full = self.model(input_ids=probe, use_cache=False).logits
+            ours = self.logits(self.forward(probe).hidden_BND)
+        if not torch.allclose(full.float(), ours.float(), atol=1e-2, rtol=1e-2):
+            raise UserError(
+                f"target {self.name} changes its logits after lm_head (soft cap or scale); such targets are not supported"
+            )
+
+
+def causal(base: int, num: int, device: torch.device) -> Tensor:
+    """Visibility [1, num, base + num] of `num` new positions behind `base`: everything before."""
+    return torch.ones(num, base + num, dtype=torch.bool, device=device).tril(base)[None]
+
+
+def tree_visibility(shape: TreeShape, base: int, device: torch.device) -> Tensor:
+    """Visibility [1, N, base + N]: all that is committed, and of the tree one's own ancestors."""
+    ones = torch.ones(len(shape), base, dtype=torch.bool)
+    return torch.cat([ones, shape.ancestors_NN], dim=1)[None].to(device)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to attention scores: 0 where visible, the lowest number elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+def resolve(name: str) -> str:
+    """Where a target's files are: the embedded one's folder for `demo`, else the name itself."""
+    return str(embedded_target()) if name == "demo" else name
+
+
+def identify(target: TargetModel) -> TargetIdentity:
+    """The target's identity for contracts."""
+    config = target.config
+    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation_autoset"}
+    fields = {k: v for k, v in config.to_dict().items() if k not in volatile}
+    tokenizer = target.tokenizer
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return TargetIdentity(
+        name=target.name,
+        revision=target.revision,
+        config_hash=digest(json.dumps(fields, sort_keys=True, default=str)),
+        weights_hash=_weights_digest(target),
+        tokenizer_hash=digest(json.dumps([vocabulary, sorted(map(str, tokenizer.all_special_tokens))])),
+        template_hash=digest(str(tokenizer.chat_template or "")),
+        model_type=config.model_type,
+        vocab_size=target.lm_head.weight.shape[0],
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        dtype=str(target.dtype).removeprefix("torch."),
+    )
+
+
+def digest(text: str | bytes) -> str:
+    """The first 16 hex digits of the sha256."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:16]
+
+
+def _weights_digest(target: TargetModel) -> str:
+    """A digest of a sample of every tensor, in bfloat16 so that it does not depend on the dtype."""
+    parts = []
+    for _, tensor in sorted(target.model.named_parameters()):
+        flat = tensor.detach().flatten()
+        parts.append(flat[:: max(1, len(flat) // 16)][:16].to(torch.bfloat16).float().cpu())
+    return digest(torch.cat(parts).numpy().tobytes())
+
+
+def _load_message(name: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kind = "folder" if Path(name).exists() else "folder here or id on the model hub"
+    return (
+        f"target {name!r} could not be loaded as a causal LM ({kind}): {reason}; "
+        "expected 'demo', a local folder with config, safetensors and tokenizer, or a Hugging Face id"
+    )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings while a model loads."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+

@@ -1,0 +1,1 @@
+"""How a drafter learns: one trainer for every kind, one short script a kind."""
