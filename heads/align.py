@@ -23,7 +23,9 @@ def shift_left(values_BT: Tensor, by: int, fill: int) -> Tensor:
     return shifted
 
 
-def draft_targets(tokens_BT: Tensor, loss_mask_BT: Tensor, segments_BT: Tensor, step: int) -> Tensor:
+def draft_targets(
+    tokens_BT: Tensor, loss_mask_BT: Tensor, segments_BT: Tensor, step: int
+) -> Tensor:
     """Targets of draft step `step`: position t is paired with token t + 2 + step.
 
     IGNORE where that token is not supervised (`loss_mask_BT` false), belongs to another

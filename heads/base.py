@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from heads.errors import UserError, unknown_name
 from heads.schema import Strict, parse
 from heads.tree import TokenTree, TreeShape
+from heads.vocab import VocabMap
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -108,34 +109,27 @@ class TrainingBatch:
 class StepLoss:
     """What one draft step adds to the loss, as sums: divided once, after the reduce.
 
-    `loss_sum` (float32 scalar with grad) and `weight`, the step's weight in the total; detached
-    counts: `num_positions` supervised, `num_correct` whose argmax is the target token.
+    `loss_sum` is a float32 scalar with grad. Detached counts: `num_positions` supervised positions
+    (those whose target is outside the draft vocabulary too: they count as wrong), `rank_counts_K`
+    how often the target token is the drafter's rank-k candidate, k < K (K is 1 while training).
     """
 
     loss_sum: Tensor
-    weight: float
     num_positions: Tensor
-    num_correct: Tensor
+    rank_counts_K: Tensor
 
 
 class Criterion(Protocol):
-    """The loss of one draft step, computed in chunks of positions.
-
-    `hidden_BTD` is what the drafter feeds its output matrix `weight_VD`; `step` counts from 0
-    (targets: `heads.align.draft_targets`); `target_ids_Vd` names the target id of each row of the
-    matrix when it covers a draft vocabulary only.
-    """
+    """The loss of one draft step, computed in chunks of positions."""
 
     def __call__(
-        self,
-        hidden_BTD: Tensor,
-        weight_VD: Tensor,
-        *,
-        step: int,
-        weight: float,
-        target_ids_Vd: Tensor | None = None,
+        self, hidden_BTD: Tensor, weight_VD: Tensor, *, step: int, vocab: VocabMap | None = None
     ) -> StepLoss:
-        """Loss sum and counts of the step."""
+        """Loss sum and counts of draft step `step` (from 0; targets: `heads.align.draft_targets`).
+
+        `hidden_BTD` is what the drafter feeds its output matrix `weight_VD`; `vocab` tells the
+        target id of each row of the matrix when it covers a draft vocabulary only.
+        """
         ...
 
 
@@ -170,9 +164,13 @@ class DraftBudget:
 
 
 class DrafterConfig(Strict):
-    """Fields that every kind has; each kind adds its own."""
+    """Fields that every kind has; each kind adds its own.
+
+    `draft_vocab_size`: logits over that many frequent tokens only; None is the whole vocabulary.
+    """
 
     kind: str
+    draft_vocab_size: int | None = Field(default=None, ge=1)
 
 
 class Drafter(nn.Module, ABC):
@@ -193,12 +191,21 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def create(cls, config: DrafterConfig, target: TargetIdentity, shared: SharedWeights) -> "Drafter":
-        """A new drafter for this target, bound, at its training start."""
+    def create(
+        cls,
+        config: Any,
+        target: TargetIdentity,
+        shared: SharedWeights,
+        vocab: VocabMap | None = None,
+    ) -> "Drafter":
+        """A new drafter for this target, bound, at its training start.
+
+        `config` is of the class's own `Config`; `vocab` comes with a `draft_vocab_size`.
+        """
 
     @classmethod
     @abstractmethod
-    def blank(cls, config: DrafterConfig, target: TargetIdentity) -> "Drafter":
+    def blank(cls, config: Any, target: TargetIdentity) -> "Drafter":
         """A drafter of the same tensors without values (NaN), to be filled from a checkpoint."""
 
     @property
@@ -215,12 +222,15 @@ class Drafter(nn.Module, ABC):
     def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
         """A tree whose root is `state.tokens[-1]`."""
 
-    def start(self) -> None:  # noqa: B027 - most kinds keep nothing between requests
+    def start(self) -> None:
         """A new request begins: forget what was kept of the last one."""
 
     def contract_fields(self) -> dict[str, Any]:
         """The kind's own part of the contract."""
-        return {"captured_layers": self.needs.captured_layers}
+        return {
+            "captured_layers": self.needs.captured_layers,
+            "draft_vocab": "reduced" if self.config.draft_vocab_size else "full",
+        }
 
     def forward(self, batch: TrainingBatch, criterion: Criterion) -> list[StepLoss]:
         """The training forward: one StepLoss a draft step."""
@@ -239,7 +249,11 @@ def drafter_class(kind: str) -> type[Drafter]:
         raise unknown_name("drafter kind", kind, drafter_kinds())
     module = importlib.import_module(f"heads.{kind}")
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Drafter) and vars(value).get("kind") == kind:
+        if (
+            isinstance(value, type)
+            and issubclass(value, Drafter)
+            and vars(value).get("kind") == kind
+        ):
             return value
     raise AssertionError(f"heads/{kind}.py holds no Drafter with kind = {kind!r}")
 
@@ -258,7 +272,9 @@ class Checkpoint:
     path: Path | None = None
 
 
-def save_drafter(checkpoint: Checkpoint, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
+def save_drafter(
+    checkpoint: Checkpoint, folder: Path, tensors: dict[str, Tensor] | None = None
+) -> None:
     """Write `folder` whole or not at all, replacing an earlier checkpoint there.
 
     `tensors` replaces the drafter's own state dict (a gathered one of a sharded run).
@@ -297,7 +313,10 @@ def load_drafter(folder: Path) -> Checkpoint:
     missing, extra, misshapen or not finite.
     """
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is not a drafter: no {CONFIG} in it; expected a folder written by outrider train")
+        raise UserError(
+            f"{folder} is not a drafter: no {CONFIG} in it; "
+            "expected a folder written by outrider train"
+        )
     try:
         record = json.loads((folder / CONFIG).read_text())
         kind, form = record["kind"], record["format"]
@@ -327,14 +346,20 @@ def fill(drafter: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     missing = sorted(expected.keys() - tensors.keys())
     extra = sorted(tensors.keys() - expected.keys())
     if missing or extra:
-        raise UserError(f"{where}: missing tensors {missing or 'none'}, unexpected tensors {extra or 'none'}")
+        raise UserError(
+            f"{where}: missing tensors {missing or 'none'}, unexpected tensors {extra or 'none'}"
+        )
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise UserError(
-                f"{where}: tensor {name} has shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
+                f"{where}: tensor {name} has shape {list(tensor.shape)}, "
+                f"expected {list(expected[name].shape)}"
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise UserError(f"{where}: tensor {name} holds NaN or infinity; train it again or take another checkpoint")
+            raise UserError(
+                f"{where}: tensor {name} holds NaN or infinity; "
+                "train it again or take another checkpoint"
+            )
     drafter.load_state_dict(tensors)
 
 
@@ -351,5 +376,6 @@ def check_contract(contract: Contract, target: TargetIdentity, where: str) -> No
         if trained != given:
             raise UserError(
                 f"{where} was trained for {contract.target.name} with {reason} "
-                f"({name} {trained}) than {target.name} ({given}); use its own target or train again"
+                f"({name} {trained}) than {target.name} ({given}); "
+                "use its own target or train again"
             )

@@ -35,7 +35,9 @@ class TreeShape:
     def __post_init__(self) -> None:
         """Check the parents and derive what follows from them."""
         if not self.parents or self.parents[0] != -1:
-            raise UserError(f"a tree starts with one root of parent -1, given parents {self.parents[:4]}")
+            raise UserError(
+                f"a tree starts with one root of parent -1, given parents {self.parents[:4]}"
+            )
         depths, children = [0], [[] for _ in self.parents]  # type: tuple[list[int], list[list[int]]]
         ancestors = torch.eye(len(self.parents), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -84,7 +86,9 @@ class TreeShape:
 def chain(num_speculative_tokens: int) -> TreeShape:
     """A chain of `num_speculative_tokens` drafts below the root."""
     if num_speculative_tokens < 0:
-        raise UserError(f"a chain of {num_speculative_tokens} drafts was asked for; expected 0 or more")
+        raise UserError(
+            f"a chain of {num_speculative_tokens} drafts was asked for; expected 0 or more"
+        )
     return TreeShape(tuple(range(-1, num_speculative_tokens)))
 
 

@@ -25,7 +25,9 @@ class VocabMap:
         """Ids are ascending, distinct and inside the target's vocabulary."""
         ids = self.target_ids_Vd
         if ids.ndim != 1 or not len(ids) or bool((ids[1:] <= ids[:-1]).any()):
-            raise UserError("a draft vocabulary is a non-empty list of ascending, distinct token ids")
+            raise UserError(
+                "a draft vocabulary is a non-empty list of ascending, distinct token ids"
+            )
         if int(ids[0]) < 0 or int(ids[-1]) >= self.vocab_size:
             raise UserError(
                 f"draft vocabulary ids run from {int(ids[0])} to {int(ids[-1])}, "
@@ -50,11 +52,12 @@ class VocabMap:
 
     @classmethod
     def from_counts(cls, counts_V: Tensor, size: int, always: Iterable[int] = ()) -> "VocabMap":
-        """The `size` most frequent ids, `always` (special tokens) among them; ties: lowest id first."""
+        """The `size` most frequent ids, `always` (special tokens) first; ties: the lowest id."""
         vocab_size = len(counts_V)
         if not 0 < size <= vocab_size:
             raise UserError(
-                f"a draft vocabulary of {size} was asked for; expected 1 to {vocab_size}, the target's size"
+                f"a draft vocabulary of {size} was asked for; "
+                f"expected 1 to {vocab_size}, the target's size"
             )
         ranked = counts_V.double().clone()
         kept = [token for token in set(always) if 0 <= token < vocab_size]

@@ -19,11 +19,15 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse values without a meaning."""
         if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise UserError(f"temperature {self.temperature} given; expected 0 (greedy) or a positive number")
+            raise UserError(
+                f"temperature {self.temperature} given; expected 0 (greedy) or a positive number"
+            )
         if self.top_k < 0:
             raise UserError(f"top-k {self.top_k} given; expected 0 (off) or a positive number")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top-p {self.top_p} given; expected a number above 0 and at most 1 (off)")
+            raise UserError(
+                f"top-p {self.top_p} given; expected a number above 0 and at most 1 (off)"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -31,7 +35,7 @@ class Sampling:
         return self.temperature == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., V] in float32 (float64 stays) of logits [..., V], truncated and renormalised.
+        """Probabilities [..., V] of logits [..., V]: float32 (float64 stays), cut, normalised.
 
         Greedy gives a one-hot at the lowest id among the largest logits.
         """

@@ -39,7 +39,9 @@ class TreeCacheLayer(DynamicLayer):
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append states [B, heads, N, head_dim]; the kept and new ones [B, heads, L, head_dim]."""
         end = self.length + key_states.shape[-2]
         if self.key_buffer is None or self.value_buffer is None or end > self.key_buffer.shape[-2]:
@@ -66,7 +68,8 @@ class TreeCacheLayer(DynamicLayer):
         """Of the positions from `base` on, keep `count`: those at `offsets`, or the first ones."""
         if offsets is not None and self.key_buffer is not None and self.value_buffer is not None:
             for buffer in (self.key_buffer, self.value_buffer):
-                buffer[:, :, base : base + count] = buffer[:, :, base + offsets]
+                kept = buffer[:, :, (base + offsets).to(buffer.device)]
+                buffer[:, :, base : base + count] = kept
         self.length = base + count
 
     def select_rows(self, rows: Tensor) -> None:
@@ -79,23 +82,24 @@ class TargetCache(Cache):
     """Keys and values of every layer; `length` positions are processed and kept."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[TreeCacheLayer(capacity) for _ in range(num_layers)])
+        self.tree_layers = [TreeCacheLayer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.tree_layers))
 
     @property
     def length(self) -> int:
         """Positions held."""
-        return int(self.layers[0].get_seq_length())
+        return self.tree_layers[0].length
 
     def commit(self, base: int, path: list[int]) -> None:
         """Keep exactly the nodes `path` (ascending) of the tree that was processed at `base`."""
         contiguous = path == list(range(len(path)))
         offsets = None if contiguous else torch.tensor(path)
-        for layer in self.layers:
-            layer.keep(base, offsets if offsets is None else offsets.to(layer.key_buffer.device), len(path))
+        for layer in self.tree_layers:
+            layer.keep(base, offsets, len(path))
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch."""
-        for layer in self.layers:
+        for layer in self.tree_layers:
             layer.select_rows(rows)
 
 
@@ -114,7 +118,13 @@ class TargetModel:
     attention, logits that are not `lm_head(hidden)`).
     """
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        revision: str | None = None,
+    ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer: Any = tokenizer
         self.name, self.revision = name, revision
@@ -142,7 +152,11 @@ class TargetModel:
                 config = AutoConfig.from_pretrained(source, **options)
                 tokenizer = AutoTokenizer.from_pretrained(source, **options)
                 model = AutoModelForCausalLM.from_pretrained(
-                    source, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", **options
+                    source,
+                    config=config,
+                    dtype=getattr(torch, dtype),
+                    attn_implementation="sdpa",
+                    **options,
                 )
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(_load_message(name, error)) from error
@@ -151,12 +165,14 @@ class TargetModel:
     @property
     def device(self) -> torch.device:
         """Where it runs."""
-        return next(self.model.parameters()).device
+        device: torch.device = self.lm_head.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
-        return next(self.model.parameters()).dtype
+        dtype: torch.dtype = self.lm_head.weight.dtype
+        return dtype
 
     @property
     def max_positions(self) -> int:
@@ -209,7 +225,9 @@ class TargetModel:
             hidden = self.decoder(
                 input_ids=tokens_BN,
                 position_ids=positions_BN.expand(tokens_BN.shape[0], -1),
-                attention_mask=None if visible_BNL is None else additive(visible_BNL, self.dtype)[:, None],
+                attention_mask=None
+                if visible_BNL is None
+                else additive(visible_BNL, self.dtype)[:, None],
                 cache=cache,
                 use_cache=cache is not None,
             ).last_hidden_state
@@ -244,18 +262,22 @@ class TargetModel:
         kinds = set(getattr(self.config, "layer_types", None) or default)
         if kinds != {"full_attention"}:
             raise UserError(
-                f"target {self.name} has layers of type {', '.join(sorted(kinds))} with a sliding window "
-                "or a recurrent state; only full attention can be verified as a tree here"
+                f"target {self.name} has layers of type {', '.join(sorted(kinds))} "
+                "with a sliding window or a recurrent state; only full attention can be verified "
+                "as a tree here"
             )
         if self.lm_head is None or not hasattr(self.decoder, "layers"):
-            raise UserError(f"target {self.name} is not a decoder with an output head; give a causal LM")
+            raise UserError(
+                f"target {self.name} is not a decoder with an output head; give a causal LM"
+            )
         probe = torch.tensor([[1, 0]], device=self.device)
         with torch.no_grad():
             full = self.model(input_ids=probe, use_cache=False).logits
             ours = self.logits(self.forward(probe).hidden_BND)
         if not torch.allclose(full.float(), ours.float(), atol=1e-2, rtol=1e-2):
             raise UserError(
-                f"target {self.name} changes its logits after lm_head (soft cap or scale); such targets are not supported"
+                f"target {self.name} changes its logits after lm_head (soft cap or scale); "
+                "such targets are not supported"
             )
 
 
@@ -284,7 +306,14 @@ def resolve(name: str) -> str:
 def identify(target: TargetModel) -> TargetIdentity:
     """The target's identity for contracts."""
     config = target.config
-    volatile = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "_attn_implementation_autoset"}
+    volatile = {
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "_attn_implementation_autoset",
+    }
     fields = {k: v for k, v in config.to_dict().items() if k not in volatile}
     tokenizer = target.tokenizer
     vocabulary = sorted(tokenizer.get_vocab().items())
@@ -293,7 +322,9 @@ def identify(target: TargetModel) -> TargetIdentity:
         revision=target.revision,
         config_hash=digest(json.dumps(fields, sort_keys=True, default=str)),
         weights_hash=_weights_digest(target),
-        tokenizer_hash=digest(json.dumps([vocabulary, sorted(map(str, tokenizer.all_special_tokens))])),
+        tokenizer_hash=digest(
+            json.dumps([vocabulary, sorted(map(str, tokenizer.all_special_tokens))])
+        ),
         template_hash=digest(str(tokenizer.chat_template or "")),
         model_type=config.model_type,
         vocab_size=target.lm_head.weight.shape[0],
@@ -322,14 +353,18 @@ def _load_message(name: str, error: Exception) -> str:
     kind = "folder" if Path(name).exists() else "folder here or id on the model hub"
     return (
         f"target {name!r} could not be loaded as a causal LM ({kind}): {reason}; "
-        "expected 'demo', a local folder with config, safetensors and tokenizer, or a Hugging Face id"
+        "expected 'demo', a local folder with config, safetensors and tokenizer, "
+        "or a Hugging Face id"
     )
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no warnings while a model loads."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    level, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -338,4 +373,3 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
