@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from heads.base import Needs, SharedWeights, TargetIdentity
 from heads.errors import UserError
-from heads.tree import TreeShape
+from heads.tree import TokenTree, TreeShape
 from infer.embedded import embedded_target
 
 DType = Literal["float32", "bfloat16"]
@@ -233,6 +233,23 @@ class TargetModel:
             ).last_hidden_state
         stacked = torch.stack([captured[k] for k in layers], dim=2) if layers else None
         return TargetStates(hidden, stacked)
+
+    def forward_tree(
+        self, tree: TokenTree, cache: TargetCache, needs: Needs | None = None
+    ) -> TargetStates:
+        """Process a tree behind the cache: positions from the depths, each node sees its ancestors.
+
+        The cache then holds every node; `cache.commit` keeps the accepted path.
+        """
+        base, shape = cache.length, tree.shape
+        positions_1N = torch.tensor([shape.depths], device=self.device) + base
+        return self.forward(
+            tree.tokens_N[None].to(self.device),
+            cache,
+            positions_BN=positions_1N,
+            visible_BNL=tree_visibility(shape, base, self.device) if len(shape) > 1 else None,
+            needs=needs,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of post-norm states [..., D]."""
