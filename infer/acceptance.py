@@ -66,6 +66,10 @@ class PromptRecord:
         """Whether the text neither loops nor repeats itself much."""
         return not self.degenerate and self.repeated_share <= NEW_TEXT_SHARE
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields and the prompt's own acceptance length."""
+        return asdict(self) | {"acceptance_length": acceptance_length([self])}
+
     @classmethod
     def of(cls, question: Question, generation: Generation, **more: Any) -> "PromptRecord":
         """A question's record of one generation."""
@@ -189,13 +193,11 @@ class AcceptanceReport:
             },
             "lossless": self.divergence(),
             "settings": self.settings,
-            "prompts": [
-                asdict(r) | {"acceptance_length": acceptance_length([r])} for r in self.prompts
-            ],
+            "prompts": [r.to_json() for r in self.prompts],
         }
 
     def divergence(self) -> dict[str, Any]:
-        """How many texts equal plain greedy decoding, and the top-1 margin where one parts from it."""
+        """How many texts equal plain greedy decoding, and the margin where one parts from it."""
         compared = [r for r in self.prompts if r.compared]
         diverged = [r for r in compared if r.first_divergence is not None]
         return {

@@ -1,0 +1,208 @@
+"""Reports for people and programs: a table on the terminal, JSON, and one HTML page."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from heads.errors import UserError
+from infer.acceptance import AcceptanceReport, paired_difference
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Outrider: comparison of drafters</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 2rem } caption { text-align: left; color: #555 }
+th, td { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: right }
+th:first-child, td:first-child { text-align: left }
+</style></head><body>
+<h1>Comparison of drafters</h1>
+<p>Acceptance length: tokens emitted per target forward, bonus included, pooled over rounds (micro)
+and as the mean over prompts (macro), with 95 % bootstrap intervals over prompts. Speed-up: median
+over prompts of tokens per second against plain decoding of the same target in the same run.</p>
+{% for section in sections %}
+<table><caption>{{ section.title }}</caption>
+<tr>{% for head in section.head %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for row in section.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+{% endfor %}
+<h2>Settings</h2>
+<pre>{{ settings }}</pre>
+</body></html>
+"""
+
+Section = dict[str, Any]
+
+
+def sections(reports: Sequence[AcceptanceReport]) -> list[Section]:
+    """The tables of a comparison: overall, by subset, by category, by position, time."""
+    parts = [_overall("all prompts", reports)]
+    degenerate = [r for r in reports if any(p.degenerate for p in r.prompts)]
+    if degenerate:
+        parts.append(
+            _overall(
+                "without degenerate outputs (texts that end in a loop)",
+                [r.subset(lambda p: not p.degenerate) for r in reports],
+            )
+        )
+    parts.append(
+        _overall(
+            "new text only (no loop, at most a quarter of the tokens repeat an earlier 3-gram)",
+            [r.subset(lambda p: p.new_text) for r in reports],
+        )
+    )
+    return [*parts, _by_category(reports), _by_position(reports), _by_time(reports)]
+
+
+def _overall(title: str, reports: Sequence[AcceptanceReport]) -> Section:
+    head = ["drafter", "drafts", "prompts", "tau micro", "95 %", "tau macro"]
+    head += ["tokens/s", "plain", "speed-up", "95 %"]
+    rows = []
+    for report in reports:
+        f, settings = report.figures(), report.settings
+        form = "chain" if settings["is_chain"] else "tree"
+        rows.append(
+            [
+                report.name,
+                f"{form} of {settings['tree_nodes']}",
+                str(len(report.prompts)),
+                number(f["acceptance_length"]),
+                interval(f["acceptance_length_interval"]),
+                number(f["acceptance_length_macro"]),
+                number(f["tokens_per_second"], 1),
+                number(f["baseline_tokens_per_second"], 1),
+                number(f["speedup"]),
+                interval(f["speedup_interval"]),
+            ]
+        )
+    return {"title": title, "head": head, "rows": rows}
+
+
+def _by_category(reports: Sequence[AcceptanceReport]) -> Section:
+    names = sorted({p.category for r in reports for p in r.prompts})
+    rows = []
+    for report in reports:
+        cells = [report.subset(lambda p, n=n: p.category == n) for n in names]  # type: ignore[misc]
+        rows.append([report.name, *(number(c.acceptance_length) for c in cells)])
+    return {"title": "acceptance length by category", "head": ["drafter", *names], "rows": rows}
+
+
+def _by_position(reports: Sequence[AcceptanceReport]) -> Section:
+    depth = max((len(r.counts.acceptance_rate) for r in reports), default=0)
+    rows = []
+    for report in reports:
+        counts = report.counts
+        pairs = list(zip(counts.acceptance_rate, counts.conditional_rate, strict=False))
+        cells = [f"{share:.2f} ({given:.2f})" for share, given in pairs]
+        rows.append([report.name, *cells, *[""] * (depth - len(cells))])
+    head = ["drafter", *(f"@{k + 1}" for k in range(depth))]
+    title = "accepted / proposed by position (given that the position before held)"
+    return {"title": title, "head": head, "rows": rows}
+
+
+def _by_time(reports: Sequence[AcceptanceReport]) -> Section:
+    shares = [r.figures()["time_share"] for r in reports]
+    head = ["drafter", *(shares[0] if shares else [])]
+    rows = [
+        [r.name, *(f"{100 * v:.1f} %" for v in share.values())]
+        for r, share in zip(reports, shares, strict=True)
+    ]
+    return {"title": "decoding time by part", "head": head, "rows": rows}
+
+
+def render(reports: Sequence[AcceptanceReport]) -> RenderableType:
+    """The tables for a terminal."""
+    blocks: list[RenderableType] = []
+    for section in sections(reports):
+        table = Table(title=section["title"], title_justify="left", title_style="bold")
+        for index, head in enumerate(section["head"]):
+            table.add_column(head, justify="left" if index == 0 else "right")
+        for row in section["rows"]:
+            table.add_row(*row)
+        blocks.append(table)
+    return Group(*blocks, *(Text(line) for line in remarks(reports)))
+
+
+def remarks(reports: Sequence[AcceptanceReport]) -> list[str]:
+    """What a reader has to know beside the figures."""
+    lines = []
+    for report in reports:
+        total = len(report.prompts)
+        loops = sum(p.degenerate for p in report.prompts)
+        new = sum(p.new_text for p in report.prompts)
+        line = f"{report.name}: {loops} of {total} outputs are degenerate, {new} are new text"
+        if not report.settings["lossless"]:
+            line += f"; rule {report.settings['rule']} is LOSSY: the target's distribution changes"
+        divergence = report.divergence()
+        if divergence["compared"]:
+            line += (
+                f"; {divergence['identical']} of {divergence['compared']} equal plain greedy "
+                f"decoding token for token ({report.settings['dtype']})"
+            )
+            margins = [d["margin"] for d in divergence["diverged"] if d["margin"] is not None]
+            if margins:
+                line += f", top-1 margin at the first difference at most {max(margins):.3f}"
+        lines.append(line)
+    return lines
+
+
+def to_json(reports: Sequence[AcceptanceReport]) -> dict[str, Any]:
+    """The comparison's record: one report a drafter, and paired differences to the first one."""
+    pairs = [paired_difference(report, reports[0]) for report in reports[1:]]
+    return clean({"drafters": {r.name: r.to_json() for r in reports}, "paired": pairs})
+
+
+def clean(value: Any) -> Any:
+    """The same value with null where a number is not finite, so that it is JSON."""
+    if isinstance(value, dict):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def to_html(reports: Sequence[AcceptanceReport]) -> str:
+    """One page that stands alone."""
+    settings = {r.name: r.settings for r in reports}
+    template = Environment(autoescape=True).from_string(PAGE)
+    return template.render(
+        sections=sections(reports), settings=json.dumps(clean(settings), indent=2)
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
+        ) as handle:
+            temporary = Path(handle.name)
+            handle.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"could not write {path}: {error}") from error
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure for people; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def interval(pair: Sequence[float] | None) -> str:
+    """An interval for people."""
+    return "-" if pair is None else f"{pair[0]:.2f}-{pair[1]:.2f}"
