@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 VENV_VLLM := .venv-vllm
-INSTALL := -m pip install --quiet --no-input --disable-pip-version-check --prefer-binary
+INSTALL := -m pip install -qq --no-input --disable-pip-version-check --prefer-binary --no-compile
 
 .PHONY: venv venv-vllm demo lint test test-serving clean
 
