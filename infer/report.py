@@ -198,6 +198,12 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"could not write {path}: {error}") from error
 
 
+def write_report(reports: Sequence[AcceptanceReport], folder: Path) -> None:
+    """`report.json` and `report.html` of a comparison."""
+    write_text(folder / "report.json", json.dumps(to_json(reports), indent=2) + "\n")
+    write_text(folder / "report.html", to_html(reports))
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A figure for people; a dash where there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"

@@ -1,0 +1,165 @@
+"""From what a user names to what runs: a target, drafters bound to it, and the shape they draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from heads.base import (
+    Checkpoint,
+    Contract,
+    Drafter,
+    check_contract,
+    drafter_class,
+    drafter_kinds,
+    load_drafter,
+)
+from heads.errors import UserError
+from heads.tree import TokenTree, TreeShape, chain
+from infer.loop import GenerationSettings, speculative_generate
+from infer.target import DType, TargetModel
+from infer.trees import best_static_tree, grow_static_tree, load_tree
+from infer.verify import rule_by_name
+
+DEFAULT_TREE = 16
+DEFAULT_CHAIN = 10
+AUTO_SIZES = (4, 8, 12, 16, 24, 32, 48)
+
+
+@dataclass(frozen=True)
+class ShapeChoice:
+    """What the user asked to draft: a chain of K, a tree (size, file or `auto`), or neither."""
+
+    chain: int | None = None
+    tree: str | None = None
+
+    def __post_init__(self) -> None:
+        """One of the two at most."""
+        if self.chain is not None and self.tree is not None:
+            raise UserError("both --chain and --tree were given; give one of them")
+        if self.chain is not None and self.chain < 1:
+            raise UserError(f"a chain of {self.chain} drafts was asked for; expected at least 1")
+
+
+def is_training_free(spec: str) -> bool:
+    """Whether `spec` names a kind that needs no checkpoint (and no folder of that name exists)."""
+    return spec in drafter_kinds() and not Path(spec).exists() and not drafter_class(spec).trainable
+
+
+def read_drafter(spec: str) -> Checkpoint | None:
+    """The checkpoint that `spec` names; None for a kind that needs none."""
+    if is_training_free(spec):
+        return None
+    if not Path(spec).is_dir():
+        free = [kind for kind in drafter_kinds() if not drafter_class(kind).trainable]
+        raise UserError(
+            f"no such drafter: {spec}; expected a folder written by outrider train, "
+            f"or one of the kinds that need no training: {', '.join(free)}"
+        )
+    return load_drafter(Path(spec))
+
+
+def open_target(
+    checkpoints: Sequence[Checkpoint | None],
+    name: str | None,
+    dtype: DType,
+    device: str | None,
+    trust_remote_code: bool = False,
+) -> TargetModel:
+    """The target by name, or the one that the first checkpoint was trained for."""
+    contracts = [c.contract for c in checkpoints if c is not None]
+    if name is None:
+        if not contracts:
+            raise UserError("no target: these drafters need no training, so name one by --target")
+        name = contracts[0].target.name
+    revision = next((c.target.revision for c in contracts if c.target.name == name), None)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return TargetModel.load(
+        name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def bind_drafter(checkpoint: Checkpoint | None, spec: str, target: TargetModel) -> Checkpoint:
+    """The drafter ready to draft for `target`: its contract checked, its tensors in place."""
+    if checkpoint is None:
+        cls = drafter_class(spec)
+        drafter = cls.create(cls.Config(kind=spec), target.identity, target.shared)
+        return Checkpoint(drafter, Contract(target=target.identity))
+    check_contract(checkpoint.contract, target.identity, str(checkpoint.path))
+    checkpoint.drafter.to(device=target.device, dtype=target.dtype)
+    checkpoint.drafter.bind(target.shared)
+    return checkpoint
+
+
+def draft_shape(choice: ShapeChoice, checkpoint: Checkpoint, target: TargetModel) -> TreeShape:
+    """The shape to draft. Without a choice: a tree when its accuracies are known, else a chain."""
+    depth = checkpoint.drafter.max_depth
+    accuracies = checkpoint.calibration.get("accuracies_HK")
+    if choice.chain is not None:
+        return chain(choice.chain)
+    if choice.tree is None:
+        if accuracies is None:
+            return chain(DEFAULT_CHAIN if depth is None else depth)
+        return grow_static_tree(accuracies, DEFAULT_TREE)
+    if choice.tree == "auto" or choice.tree.isdigit():
+        if accuracies is None:
+            raise UserError(
+                f"a tree of {choice.tree} was asked for, but this drafter of kind "
+                f"{checkpoint.drafter.kind!r} has no measured accuracies to grow it from; "
+                "give --chain K or --tree FILE"
+            )
+        if choice.tree == "auto":
+            return choose_tree(checkpoint, target)[0]
+        return grow_static_tree(accuracies, int(choice.tree))
+    return load_tree(Path(choice.tree))
+
+
+def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape, dict[str, Any]]:
+    """The static tree with the best expected tokens per second here, from measured times."""
+    times = measure_round_times(target, AUTO_SIZES)
+    draft_s = measure_draft_time(target, checkpoint.drafter)
+
+    def round_time_s(num_nodes: int) -> float:
+        nearest = min(times, key=lambda nodes: abs(nodes - num_nodes))
+        return times[nearest] + (draft_s if num_nodes > 1 else 0.0)
+
+    return best_static_tree(checkpoint.calibration["accuracies_HK"], round_time_s, AUTO_SIZES)
+
+
+def measure_draft_time(target: TargetModel, drafter: Drafter, new_tokens: int = 24) -> float:
+    """Mean seconds of one proposal of the drafter's greatest depth, in the real loop."""
+    depth = DEFAULT_CHAIN if drafter.max_depth is None else drafter.max_depth
+    settings = GenerationSettings(max_new_tokens=new_tokens, shape=chain(depth))
+    result = speculative_generate(target, drafter, [0] * 16, settings)
+    return result.seconds["draft"] / max(result.rounds, 1)
+
+
+def measure_round_times(
+    target: TargetModel, sizes: Sequence[int], context: int = 256, repeats: int = 5
+) -> dict[int, float]:
+    """Median seconds of one target forward with logits over 1 + size nodes behind `context`."""
+    cache = target.new_cache(context + max(sizes) + 1)
+    prompt_1T = torch.zeros(1, context, dtype=torch.long, device=target.device)
+    times: dict[int, list[float]] = {size + 1: [] for size in [0, *sizes]}
+    with torch.inference_mode():
+        target.forward(prompt_1T, cache)
+        for repeat in range(repeats + 1):
+            for size in [0, *sizes]:
+                tree = TokenTree(chain(size), torch.zeros(size + 1, dtype=torch.long))
+                start = perf_counter()
+                states = target.forward_tree(tree, cache)
+                target.logits(states.hidden_BND[0]).argmax(-1).tolist()
+                if repeat:
+                    times[size + 1].append(perf_counter() - start)
+                cache.commit(context, [])
+    return {nodes: sorted(values)[len(values) // 2] for nodes, values in times.items()}
+
+
+def default_rule(temperature: float, rule: str | None) -> str:
+    """The named rule, or the lossless one that fits every drafter at this temperature."""
+    if rule is None:
+        return "greedy" if temperature == 0 else "topk_tree"
+    return rule_by_name(rule).name

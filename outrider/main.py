@@ -1,0 +1,186 @@
+"""The `outrider` command: options in, one call, a table out. No logic of its own."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from heads.errors import UserError
+from outrider.measuring import (
+    MeasureOptions,
+    checked_dtype,
+    measure_drafters,
+    measuring,
+)
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train drafters for speculative decoding, measure them, ship the best one.",
+)
+console = Console(highlight=False)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Dotted overrides, such as optimizer.lr=1e-3.")
+]
+
+
+def main() -> None:
+    """Entry point: 0 on success, 2 for what the user gave wrong, 1 for our own failure."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("runs/demo"),
+) -> None:
+    """The whole flow on the embedded target: respond, train, compare, export."""
+    from outrider.demo import run_demo
+
+    run_demo(output, console)
+
+
+@app.command()
+def respond(
+    overrides: Overrides = None,
+    config: Annotated[Path, typer.Option(help="A respond config.")] = CONFIGS / "respond.yaml",
+) -> None:
+    """Prompts to the target's own responses; stopped at any moment, a second call goes on."""
+    from distill.respond import RespondConfig
+    from distill.respond import respond as run
+    from heads.schema import load_recipe
+
+    folder = run(load_recipe(RespondConfig, config, overrides))
+    console.print(f"responses in {folder}")
+
+
+@app.command()
+def audit(
+    dataset: Annotated[Path, typer.Argument(help="A folder written by outrider respond.")],
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Prompt file that training must not share n-grams with.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+) -> None:
+    """Decoded rows with the loss mask coloured, lengths, overlap with an evaluation set."""
+    from distill.audit import audit as run
+
+    console.print(run(dataset, evaluation, limit=limit).render())
+
+
+@app.command()
+def train(
+    kind: Annotated[str, typer.Argument(help="A drafter kind, such as medusa.")],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="Default: configs/KIND.yaml.")] = None,
+    num_processes: Annotated[int, typer.Option(help="Processes (DDP).")] = 1,
+    launch_config: Annotated[
+        Path | None, typer.Option(help="An accelerate config, one of configs/accelerate/.")
+    ] = None,
+) -> None:
+    """Train a drafter; the same as accelerate launch train/KIND.py."""
+    from train.launch import launch
+
+    sys.exit(launch(kind, config, overrides or [], num_processes, launch_config))
+
+
+@app.command()
+@measuring
+def bench(
+    options: MeasureOptions,
+    drafter: Annotated[
+        str | None, typer.Argument(help="A drafter's folder, or a kind without training (ngram).")
+    ] = None,
+    drafter_option: Annotated[
+        str | None, typer.Option("--drafter", help="The same, as an option.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
+) -> None:
+    """Acceptance and speed of one drafter against plain decoding, in one run."""
+    given = [name for name in (drafter, drafter_option) if name is not None]
+    if len(given) != 1:
+        raise UserError("give one drafter: outrider bench DRAFTER (or --drafter DRAFTER)")
+    report = measure_drafters(given, options, console)[0]
+    if json_file is not None:
+        from infer.report import clean, write_text
+
+        write_text(json_file, json.dumps(clean(report.to_json()), indent=2) + "\n")
+        console.print(f"record in {json_file}")
+
+
+@app.command()
+@measuring
+def compare(
+    options: MeasureOptions,
+    drafters: Annotated[list[str], typer.Argument(help="Folders, or kinds without training.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json, report.html.")] = None,
+) -> None:
+    """Several drafters and prompt lookup on the same prompts, in one run."""
+    reports = measure_drafters([*dict.fromkeys([*drafters, "ngram"])], options, console)
+    if out is not None:
+        from infer.report import write_report
+
+        write_report(reports, out)
+        console.print(f"report.json and report.html in {out}")
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="A drafter's folder.")],
+    to: Annotated[str, typer.Option("--to", help="The engine: vllm.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
+) -> None:
+    """A drafter in the exact form that a serving engine loads."""
+    from infer.session import export_from
+
+    folder = export_from(drafter, to, out, checked_dtype(dtype), target)
+    console.print(f"exported to {folder}")
+
+
+@app.command()
+def generate(
+    drafter: Annotated[str, typer.Argument(help="A drafter's folder, or ngram.")],
+    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    chain: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None,
+    tree: Annotated[str | None, typer.Option(help="A number of drafts, a file, auto.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    rule: Annotated[str | None, typer.Option(help="Default: the lossless one that fits.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
+) -> None:
+    """Stream an answer; tokens that were accepted drafts are coloured."""
+    from outrider.streaming import stream_answer
+
+    options = MeasureOptions(
+        chain=chain,
+        tree=tree,
+        rule=rule,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        target=target,
+        seed=seed,
+    )
+    stream_answer(drafter, prompt, options, console)
+
+
+if __name__ == "__main__":
+    main()
