@@ -1,1 +1,47 @@
 """Checkpoints in the exact form that serving engines load."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from heads.base import Checkpoint, SharedWeights, check_contract
+from heads.errors import unknown_name
+from infer.export import contract, vllm
+from infer.export.read_back import Exported, read_back
+from infer.target import TargetModel
+
+__all__ = ["ENGINES", "Engine", "Exported", "export_drafter", "read_back"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One serving engine: who writes its folders, and which drafters need the target for it."""
+
+    export: Callable[[Checkpoint, SharedWeights | None, Path, str | None], Path]
+    needs_target: Callable[[Checkpoint], bool]
+
+
+ENGINES = {vllm.ENGINE: Engine(vllm.export_vllm, vllm.needs_target)}
+
+
+def export_drafter(
+    checkpoint: Checkpoint,
+    engine: str,
+    out: Path,
+    target_loader: Callable[[], TargetModel],
+    dtype: str | None = None,
+) -> Path:
+    """Write `checkpoint` to the new folder `out` in the form of `engine`.
+
+    `target_loader` is called only when the target's own tensors are part of the folder; a target
+    other than the drafter's is refused. `dtype` None keeps the drafter's own.
+    """
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
+    contract.refuse_existing(out)
+    shared = None
+    if ENGINES[engine].needs_target(checkpoint):
+        target = target_loader()
+        check_contract(checkpoint.contract, target.identity, str(checkpoint.path or "the drafter"))
+        shared = target.shared
+    return ENGINES[engine].export(checkpoint, shared, out, dtype)

@@ -1,0 +1,175 @@
+"""The completeness proof of an exported folder, and how such a folder is written whole.
+
+Engines notice little: some loaders leave a missing tensor at its random start, others drop what
+they do not know. So what a folder must hold is derived from its **written config alone** and
+compared with what lies there; nothing of the drafter that it was made from is asked.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.errors import UserError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be. With `ids_below`: ascending, distinct ids in [0, ids_below)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ids_below: int | None = None
+
+    def faults(self, name: str, tensor: Tensor) -> Iterator[str]:
+        """What is wrong with a tensor of that name."""
+        if tuple(tensor.shape) != self.shape:
+            yield f"{name} has shape {list(tensor.shape)}, expected {list(self.shape)}"
+        elif tensor.dtype != self.dtype:
+            yield f"{name} is {tensor.dtype}, expected {self.dtype}"
+        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            yield f"{name} holds NaN or infinity"
+        elif self.ids_below is not None:
+            if bool((tensor[1:] <= tensor[:-1]).any()):
+                yield f"{name} is not ascending and distinct"
+            if int(tensor.min()) < 0 or int(tensor.max()) >= self.ids_below:
+                yield f"{name} holds ids outside 0 to {self.ids_below - 1}"
+
+
+Expected = dict[str, TensorSpec]
+"""The tensors that a config promises, by name."""
+
+
+@dataclass(frozen=True)
+class Traps:
+    """Strings in a folder's path by which an engine overrides the method that it was told."""
+
+    engine: str
+    strings: tuple[str, ...]
+
+    def refuse(self, folder: Path) -> None:
+        """Raise UserError when the absolute path holds one of the strings."""
+        path = os.path.abspath(folder)
+        found = [string for string in self.strings if string in path.lower()]
+        if found:
+            raise UserError(
+                f"{path} contains {found[0]!r}: {self.engine} would take the drafter for one of "
+                f"another method by its path; use a path without {', '.join(self.strings)}"
+            )
+
+
+def dtype_named(name: object, where: str) -> torch.dtype:
+    """The floating-point dtype of that name."""
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"{where}: dtype {name!r} given; expected float32, bfloat16 or float16")
+    return dtype
+
+
+def prove(folder: Path, expected: Callable[[Mapping[str, Any]], Expected], traps: Traps) -> None:
+    """Prove a folder complete and exact, or raise UserError with every fault found.
+
+    `expected` gives the tensors that a config promises. Nothing may be missing or extra; shapes,
+    dtypes and values are checked.
+    """
+    traps.refuse(folder)
+    prove_files(folder, expected)
+
+
+def prove_files(folder: Path, expected: Callable[[Mapping[str, Any]], Expected]) -> None:
+    """The part of the proof that does not depend on where the folder lies."""
+    try:
+        specs = expected(read_config(folder))
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / CONFIG} lacks a key or holds a wrong one: {error!r}") from None
+    found = sorted(path.name for path in folder.iterdir())
+    faults = [f"file {name} is no part of the contract" for name in found if name not in FILES]
+    faults += list(_tensor_faults(folder / WEIGHTS, specs))
+    if faults:
+        raise UserError(
+            f"{folder} is not what its {CONFIG} promises: {'; '.join(faults)}; export it again"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of an exported folder."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} is not an exported drafter: {CONFIG} cannot be read ({error}); "
+            "give a folder written by outrider export"
+        ) from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def _tensor_faults(path: Path, specs: Expected) -> Iterator[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            yield from (f"tensor {name} is missing" for name in sorted(specs.keys() - names))
+            yield from (f"tensor {name} is unexpected" for name in sorted(names - specs.keys()))
+            for name in sorted(names & specs.keys()):
+                yield from specs[name].faults(name, file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        yield f"{path.name} cannot be read as safetensors: {error}"
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise UserError when there is something at `out`."""
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out} exists; remove it or choose another folder for the export")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` at the end of the block, or vanishes when it raises.
+
+    It lies beside `out`, so that the last step is one rename: a process that is killed leaves no
+    `out` at all. `out` must not exist.
+    """
+    refuse_existing(out)
+    temporary: Path | None = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        yield temporary
+        temporary.chmod(0o755)
+        os.replace(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"could not write {out}: {error}; free some space or choose another folder"
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config and tensors; tensors that share memory are written out each."""
+    separate = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(separate, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone; servers run as others
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def names(items: Iterable[str]) -> str:
+    """A list for a message."""
+    return ", ".join(sorted(items)) or "none"
