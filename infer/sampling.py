@@ -42,7 +42,10 @@ class Sampling:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
+        # From the largest down and within float32, so that no temperature gives inf - inf.
+        limits = torch.finfo(torch.float32)
+        logits = logits - logits.amax(-1, keepdim=True)
+        logits = logits / min(max(self.temperature, limits.tiny), limits.max)
         if 0 < self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))
