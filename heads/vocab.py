@@ -61,6 +61,11 @@ class VocabMap:
             )
         ranked = counts_V.double().clone()
         kept = [token for token in set(always) if 0 <= token < vocab_size]
+        if len(kept) > size:
+            raise UserError(
+                f"a draft vocabulary of {size} was asked for, but {len(kept)} tokens are always "
+                "kept (special tokens); ask for at least that many"
+            )
         ranked[kept] = float("inf")
         order = torch.argsort(ranked, descending=True, stable=True)[:size]
         return cls(order.sort().values, vocab_size)
