@@ -114,8 +114,10 @@ def test_a_better_rank_comes_first_even_when_it_is_not_the_lower_one() -> None:
 
 
 def test_ties_go_to_the_shallower_node_and_the_lower_rank() -> None:
-    shape = grow_static_tree([[0.5, 0.5], [1.0]], 3)
-    assert paths_of(shape) == [(), (0,), (1,), (0, 0)]
+    tied = [[0.5, 0.5], [1.0]]
+    assert paths_of(grow_static_tree(tied, 1)) == [(), (0,)]
+    assert paths_of(grow_static_tree(tied, 2)) == [(), (0,), (1,)]
+    assert paths_of(grow_static_tree(tied, 3)) == [(), (0,), (1,), (0, 0)]
     nothing_known = grow_static_tree([[0.0, 0.0], [0.0, 0.0]], 4)
     assert paths_of(nothing_known) == [(), (0,), (1,), (0, 0), (0, 1)]
 

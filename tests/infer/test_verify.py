@@ -640,6 +640,17 @@ def test_typical_threshold_falls_with_the_entropy() -> None:
     assert typical_threshold(flat) == pytest.approx(0.3 / 1000)
 
 
+def test_the_same_probability_is_typical_in_a_flat_law_only() -> None:
+    flat, peaked = [0.07, *[0.186] * 5], [0.07, 0.93, 0.0, 0.0, 0.0, 0.0]
+    tree = TokenTree(chain(1), torch.tensor([5, 0]))
+    choices = RandomChoices(torch.Generator().manual_seed(0))
+    paths = []
+    for row in (flat, peaked):
+        target = TargetView(logits_of([row, row]), Sampling(1.0))
+        paths.append(RULES["typical"].apply(tree, target, choices).path)
+    assert paths == [(0, 1), (0,)]
+
+
 def test_typical_acceptance_prefers_the_longer_path_then_the_likelier() -> None:
     p = [[0.1, 0.6, 0.3], [0.2, 0.5, 0.3], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6]]
     longer = TokenTree(TreeShape((-1, 0, 0, 2)), torch.tensor([0, 1, 2, 0]))
