@@ -1,5 +1,6 @@
 """Tiny models built here, so that no test needs a network."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,15 @@ def tiny_target_folder(tiny_target: TargetModel, tmp_path_factory: pytest.TempPa
     tiny_target.model.save_pretrained(folder)
     tiny_target.tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerBase]:
+    """`tiny_tokenizer`, for tests that need another template."""
+    return tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., LlamaForCausalLM]:
+    """`tiny_model`, for tests that need other weights or another configuration."""
+    return tiny_model
