@@ -127,6 +127,7 @@ class _Request:
             with self._timed("target"):
                 states = self.target.forward_tree(tree, cache, needs=self.needs)
                 logits_NV = self.target.logits(states.hidden_BND[0])
+                self._refuse_nan(states)
             with self._timed("verify"):
                 view = TargetView(logits_NV, self.settings.sampling)
                 verdict = self.rule.apply(tree, view, self.choices)
@@ -160,6 +161,13 @@ class _Request:
             return TokenTree(chain(0), torch.tensor(self.state.tokens[-1:]))
         probs = self.settings.sampling.probs if self.rule.needs_draft_probs else None
         return self.drafter.propose(self.state, DraftBudget(shape, probs, self.generator))
+
+    def _refuse_nan(self, states: TargetStates) -> None:
+        if not bool(torch.isfinite(states.hidden_BND).all()):
+            raise UserError(
+                f"target {self.target.name} gave a state that is NaN or infinite after "
+                f"{len(self.state.tokens)} tokens; load it in float32 or look at its weights"
+            )
 
     def _hand_over(self, states: TargetStates, path: list[int] | None) -> None:
         """Give the drafter the target's states at what was kept (all of the prompt for None)."""

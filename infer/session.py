@@ -20,9 +20,10 @@ from heads.base import (
 from heads.errors import UserError
 from heads.tree import TokenTree, TreeShape, chain
 from infer.loop import GenerationSettings, speculative_generate
+from infer.sampling import Sampling
 from infer.target import DType, TargetModel
 from infer.trees import best_static_tree, grow_static_tree, load_tree
-from infer.verify import rule_by_name
+from infer.verify import TargetView, rule_by_name
 
 DEFAULT_TREE = 16
 DEFAULT_CHAIN = 10
@@ -151,7 +152,7 @@ def measure_round_times(
                 tree = TokenTree(chain(size), torch.zeros(size + 1, dtype=torch.long))
                 start = perf_counter()
                 states = target.forward_tree(tree, cache)
-                target.logits(states.hidden_BND[0]).argmax(-1).tolist()
+                TargetView(target.logits(states.hidden_BND[0]), Sampling()).argmax(0)
                 if repeat:
                     times[size + 1].append(perf_counter() - start)
                 cache.commit(context, [])

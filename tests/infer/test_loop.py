@@ -1,0 +1,184 @@
+"""The loop: where it stops, what it counts, and that sampling leaves the target's law alone."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from heads.base import DraftBudget, Drafter, DrafterConfig, DraftState, Needs
+from heads.errors import UserError
+from heads.tree import TokenTree, TreeShape, chain
+from infer.loop import GenerationSettings, speculative_generate
+from infer.sampling import Sampling
+from infer.target import TargetModel
+from tests.conftest import tiny_model, tiny_tokenizer
+
+PROMPT = [1, 20, 21, 22]
+
+
+class Scripted(Drafter):
+    """Drafts a known continuation, right up to `correct` tokens of each proposal."""
+
+    kind = "scripted"
+    Config = DrafterConfig
+
+    def __init__(self, text: list[int], correct: int = 99) -> None:
+        super().__init__()
+        self.text, self.correct = text, correct
+
+    @classmethod
+    def create(cls, *arguments: Any) -> "Scripted":
+        raise NotImplementedError
+
+    @classmethod
+    def blank(cls, *arguments: Any) -> "Scripted":
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def max_depth(self) -> None:
+        return None
+
+    def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
+        done = len(state.tokens) - len(PROMPT)
+        draft = self.text[done : done + budget.shape.depth]
+        draft = [t if i < self.correct else (t + 1) % 160 for i, t in enumerate(draft)]
+        return TokenTree(chain(len(draft)), torch.tensor([state.tokens[-1], *draft]))
+
+
+def plain_text(target: TargetModel, length: int = 40) -> list[int]:
+    settings = GenerationSettings(max_new_tokens=length)
+    return speculative_generate(target, None, PROMPT, settings).tokens
+
+
+def with_end_token(target: TargetModel, token: int) -> TargetModel:
+    """The same target for which one more id ends a response."""
+    other = TargetModel(target.model, target.tokenizer, "tiny")
+    other.model.generation_config.eos_token_id = [2, token]
+    return other
+
+
+@pytest.fixture
+def target() -> TargetModel:
+    return TargetModel(tiny_model(), tiny_tokenizer(), "tiny")
+
+
+def test_counts_are_the_rules_own(target: TargetModel) -> None:
+    text = plain_text(target)
+    settings = GenerationSettings(max_new_tokens=21, shape=chain(4))
+    result = speculative_generate(target, Scripted(text, correct=3), PROMPT, settings)
+    assert result.tokens == text[:21]
+    assert (result.rounds, result.drafted, result.accepted) == (5, 20, 15)
+    assert result.proposed_per_position == [5, 5, 5, 5]
+    assert result.accepted_per_position == [5, 5, 5]
+    assert result.from_draft == [False] + [True, True, True, False] * 5
+
+
+def test_the_limit_cuts_inside_an_accepted_path(target: TargetModel) -> None:
+    text = plain_text(target)
+    settings = GenerationSettings(max_new_tokens=8, shape=chain(5))
+    result = speculative_generate(target, Scripted(text), PROMPT, settings)
+    assert result.tokens == text[:8]
+    assert result.accepted == 10, "counted before the cut, as engines count"
+
+
+def test_an_end_token_inside_an_accepted_path_ends_the_text_there(target: TargetModel) -> None:
+    text = plain_text(target)
+    index = next(i for i in range(2, 30) if text[i] not in text[:i])
+    ending = with_end_token(target, text[index])
+    settings = GenerationSettings(max_new_tokens=40, shape=chain(6))
+    result = speculative_generate(ending, Scripted(text), PROMPT, settings)
+    assert result.ended and result.tokens == text[: index + 1]
+    assert result.tokens == speculative_generate(ending, None, PROMPT, settings).tokens
+
+
+def test_an_end_token_as_the_first_one_needs_no_round(target: TargetModel) -> None:
+    text = plain_text(target)
+    ending = with_end_token(target, text[0])
+    result = speculative_generate(ending, Scripted(text), PROMPT, GenerationSettings())
+    assert result.ended and result.tokens == text[:1] and result.rounds == 0
+
+
+def test_the_end_of_the_context_is_reached_and_not_passed() -> None:
+    target = TargetModel(tiny_model(max_position_embeddings=24), tiny_tokenizer(), "short")
+    plain = speculative_generate(target, None, PROMPT, GenerationSettings(max_new_tokens=99))
+    text = plain.tokens + [5] * 10
+    settings = GenerationSettings(max_new_tokens=99, shape=chain(6))
+    ours = speculative_generate(target, Scripted(text), PROMPT, settings)
+    assert ours.tokens == plain.tokens
+    if not plain.ended:
+        assert len(plain.tokens) == 24 - len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "no tokens"), ([5] * 600, "takes 512")], ids=["empty", "long"]
+)
+def test_a_prompt_without_room_is_refused(
+    prompt: list[int], message: str, target: TargetModel
+) -> None:
+    with pytest.raises(UserError, match=message):
+        speculative_generate(target, None, prompt, GenerationSettings())
+
+
+def test_streaming_hands_over_every_token_once(target: TargetModel) -> None:
+    text = plain_text(target)
+    seen: list[int] = []
+    settings = GenerationSettings(max_new_tokens=17, shape=chain(3))
+    result = speculative_generate(
+        target,
+        Scripted(text, correct=2),
+        PROMPT,
+        settings,
+        on_tokens=lambda tokens, from_draft: seen.extend(tokens),
+    )
+    assert seen == result.tokens
+
+
+def test_the_same_seed_gives_the_same_sample(target: TargetModel) -> None:
+    def sample(seed: int) -> list[int]:
+        settings = GenerationSettings(
+            30, Sampling(1.0), rule="topk_tree", shape=chain(3), seed=seed
+        )
+        return speculative_generate(target, Scripted(plain_text(target)), PROMPT, settings).tokens
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+@pytest.mark.parametrize("rule", ["topk_tree", "token"])
+def test_sampled_text_has_the_targets_distribution(rule: str, target: TargetModel) -> None:
+    """The second new token, over many seeds, against its exact law (chi-square)."""
+    from tests.heads.test_drafters import new_drafter
+
+    sampling = Sampling(0.3, top_k=4)
+    drafter = new_drafter("medusa", target)
+    shape = chain(2) if rule == "token" else TreeShape((-1, 0, 0, 1))
+    draws = 600
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(draws):
+        settings = GenerationSettings(3, sampling, rule, shape, seed)
+        counts[tuple(speculative_generate(target, drafter, PROMPT, settings).tokens)] += 1
+    law = exact_law(target, sampling, 3)
+    assert set(counts) <= set(law)
+    statistic = sum((counts[k] - draws * p) ** 2 / (draws * p) for k, p in law.items())
+    freedom = len(law) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8, (statistic, freedom)
+
+
+def exact_law(target: TargetModel, sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, probability in law.items():
+            if text and text[-1] in target.end_tokens:
+                longer[text] = probability
+                continue
+            states = target.forward(torch.tensor([[*PROMPT, *text]]))
+            probs = sampling.probs(target.logits(states.hidden_BND[0, -1]))
+            for token in probs.nonzero()[:, 0].tolist():
+                longer[(*text, token)] = probability * float(probs[token])
+        law = longer
+    return law
