@@ -19,6 +19,7 @@ from heads.base import (
 )
 from heads.errors import UserError
 from heads.tree import TokenTree, TreeShape, chain
+from infer.export import export_drafter
 from infer.loop import GenerationSettings, speculative_generate
 from infer.sampling import Sampling
 from infer.target import DType, TargetModel
@@ -157,6 +158,25 @@ def measure_round_times(
                     times[size + 1].append(perf_counter() - start)
                 cache.commit(context, [])
     return {nodes: sorted(values)[len(values) // 2] for nodes, values in times.items()}
+
+
+def export_from(
+    spec: str, engine: str, out: Path, dtype: DType | None = None, target: str | None = None
+) -> Path:
+    """Export the drafter that `spec` names; without a `dtype`, in the one of its target."""
+    checkpoint = read_drafter(spec)
+    if checkpoint is None:
+        raise UserError(
+            f"{spec} needs no training and has nothing to export; engines have their own"
+        )
+    own = checkpoint.contract.target.dtype
+    return export_drafter(
+        checkpoint,
+        engine,
+        out,
+        lambda: open_target([checkpoint], target, "float32", "cpu"),
+        dtype or own,
+    )
 
 
 def default_rule(temperature: float, rule: str | None) -> str:

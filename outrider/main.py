@@ -139,13 +139,15 @@ def export(
     drafter: Annotated[str, typer.Argument(help="A drafter's folder.")],
     to: Annotated[str, typer.Option("--to", help="The engine: vllm.")],
     out: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16. Default: the target's own.")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
 ) -> None:
     """A drafter in the exact form that a serving engine loads."""
     from infer.session import export_from
 
-    folder = export_from(drafter, to, out, checked_dtype(dtype), target)
+    folder = export_from(drafter, to, out, checked_dtype(dtype) if dtype else None, target)
     console.print(f"exported to {folder}")
 
 
