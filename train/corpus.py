@@ -1,0 +1,167 @@
+"""What a run learns from and is held against: packed rows, a draft vocabulary, prompts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distill.questions import load_questions
+from distill.store import Row, Store, open_store, read_manifest, split
+from heads.errors import UserError
+from heads.schema import load_recipe
+from heads.vocab import VocabMap
+from infer.acceptance import Question
+from infer.target import TargetModel
+from train.batches import Packing, pack, shuffled
+from train.recipe import CONFIGS, EvalSection, Recipe
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed training and validation rows, the prompts of the tree loop, notes for people."""
+
+    train: Packing
+    validation: Packing
+    questions: list[Question]
+    vocab: VocabMap | None
+    notes: list[str]
+
+
+def needs_responses(recipe: Recipe) -> bool:
+    """Whether the store is missing or incomplete and the recipe says how to write it."""
+    manifest = read_manifest(recipe.data.path)
+    return recipe.data.respond is not None and (manifest is None or not manifest.complete)
+
+
+def write_responses(recipe: Recipe) -> None:
+    """Let the target answer the prompts of the respond recipe, into the store's place."""
+    from distill.respond import RespondConfig, respond
+
+    assert recipe.data.respond is not None
+    path = recipe.data.respond
+    inside = CONFIGS.parent / path
+    if not path.exists() and inside.exists():
+        path = inside
+    respond(load_recipe(RespondConfig, path, [f"output={recipe.data.path}"]))
+
+
+def load_corpus(recipe: Recipe, target: TargetModel, draft_vocab_size: int | None) -> Corpus:
+    """Everything that does not change from step to step."""
+    store = open_store(recipe.data.path)
+    notes = check_store(store, target)
+    rows = store.rows()
+    train, validation = split(rows, recipe.data.validation_share, recipe.seed)
+    if not train or not validation:
+        raise UserError(
+            f"{recipe.data.path} has {len(rows)} rows: {len(train)} to train on and "
+            f"{len(validation)} held out at validation_share {recipe.data.validation_share}; "
+            "expected some of both. Write more responses"
+        )
+    length = recipe.data.sequence_length
+    packed = pack(train, length, recipe.seed)
+    held_out = pack(validation, length, recipe.seed)
+    for name, part in (("training", packed), ("validation", held_out)):
+        if part.num_supervised == 0:
+            raise UserError(
+                f"no supervised position is left in the {name} rows of {length} tokens; "
+                "raise data.sequence_length or look at the data with outrider audit"
+            )
+    vocab = None
+    if draft_vocab_size is not None:
+        vocab, words = draft_vocabulary(train, validation, target, draft_vocab_size)
+        notes += words
+    questions = load_prompts_to_measure(recipe.eval, validation, target, recipe.seed)
+    return Corpus(packed, held_out, questions, vocab, notes)
+
+
+def check_store(store: Store, target: TargetModel) -> list[str]:
+    """Refuse data of another tokenizer or template; a note when other weights wrote them."""
+    wrote, reads = store.identity, target.identity
+    for name, what in (("tokenizer_hash", "tokenizer"), ("template_hash", "chat template")):
+        if getattr(wrote, name) != getattr(reads, name):
+            raise UserError(
+                f"{store.path} was written by {wrote.name} with another {what} than "
+                f"{target.name}'s; write the responses again with this target"
+            )
+    notes = []
+    if wrote.weights_hash != reads.weights_hash:
+        notes.append(
+            f"warning: the responses are {wrote.name}'s, not {target.name}'s own; "
+            "a drafter learns best from its own target's responses"
+        )
+    if not store.complete:
+        notes.append(f"warning: {store.path} is incomplete: {len(store)} rows so far are used")
+    return notes
+
+
+def draft_vocabulary(
+    train: Sequence[Row], validation: Sequence[Row], target: TargetModel, size: int
+) -> tuple[VocabMap, list[str]]:
+    """The most frequent supervised tokens of the training rows, special tokens among them."""
+    vocab_size = target.identity.vocab_size
+    counts = supervised_counts(train, vocab_size)
+    special = {int(token) for token in target.tokenizer.all_special_ids} | set(target.end_tokens)
+    vocab = VocabMap.from_counts(counts, size, special)
+    notes = []
+    occurring = int((counts > 0).sum())
+    if occurring < size:
+        notes.append(
+            f"draft vocabulary: only {occurring:,} distinct tokens occur in the training "
+            f"responses, filled up to {size:,} with the tokenizer's lowest ids"
+        )
+    inside = torch.zeros(vocab_size, dtype=torch.bool)
+    inside[vocab.target_ids_Vd] = True
+    categories = Counter(row.category for row in validation).most_common(12)
+    parts = [
+        f"{name or 'uncategorised'} {_coverage(rows, inside)}"
+        for name, _ in categories
+        if (rows := [row for row in validation if row.category == name])
+    ]
+    notes.append(
+        f"draft vocabulary of {size:,} covers {_coverage(train, inside)} of the training tokens, "
+        f"{_coverage(validation, inside)} of the held-out ones ({', '.join(parts)})"
+    )
+    return vocab, notes
+
+
+def _coverage(rows: Sequence[Row], inside_V: Tensor) -> str:
+    counts = supervised_counts(rows, len(inside_V))
+    return f"{100 * float(counts[inside_V].sum()) / max(1, int(counts.sum())):.1f} %"
+
+
+def supervised_counts(rows: Sequence[Row], vocab_size: int) -> Tensor:
+    """How often each token is supervised [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        tokens = torch.as_tensor(row.tokens, dtype=torch.long)
+        mask = torch.as_tensor(row.loss_mask, dtype=torch.bool)
+        counts += torch.bincount(tokens[mask], minlength=vocab_size)
+    return counts
+
+
+def load_prompts_to_measure(
+    section: EvalSection, validation: Sequence[Row], target: TargetModel, seed: int
+) -> list[Question]:
+    """Prompts of the tree loop: of held-out conversations, or of a file."""
+    if isinstance(section.prompts, Path):
+        questions = load_questions(section.prompts, target)
+    else:
+        order = shuffled(len(validation), seed, 1)
+        questions = [opening(validation[number]) for number in order]
+    room = target.max_positions - section.max_new_tokens
+    fitting = [q for q in questions if 0 < len(q.token_ids) <= room]
+    if not fitting:
+        raise UserError(
+            f"none of {len(questions)} evaluation prompts leaves room for eval.max_new_tokens "
+            f"{section.max_new_tokens} in a context of {target.max_positions}; "
+            "lower it or give other prompts (eval.prompts)"
+        )
+    return fitting if isinstance(section.prompts, Path) else fitting[: section.prompts]
+
+
+def opening(row: Row) -> Question:
+    """The prompt of a conversation: everything before its first supervised token."""
+    return Question(row.id, row.category, tuple(row.tokens[: row.loss_mask.index(True)]))

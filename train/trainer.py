@@ -1,0 +1,347 @@
+"""One trainer for every drafter kind: the loop, from a recipe to `<output>/best`."""
+
+import errno
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from distill.criterion import ChunkedCriterion, Workspace
+from distill.features import FeatureSource
+from distill.losses import LOSSES
+from heads.base import Drafter, Needs, drafter_class, save_drafter
+from heads.errors import UserError
+from infer.target import TargetModel
+from train.batches import RowStream, collate, derive, share
+from train.corpus import Corpus, load_corpus, needs_responses, write_responses
+from train.engine import Engine, start_processes
+from train.evaluation import Evaluator, states_dtype
+from train.forecast import cache_shares, describe_data, describe_memory
+from train.logbook import (
+    Logbook,
+    Meter,
+    accuracies,
+    check_trackers,
+    cut_metrics,
+    eval_line,
+    objective,
+    step_losses,
+    train_line,
+)
+from train.pacing import Pace
+from train.recipe import Recipe, read_arguments
+from train.snapshots import Snapshots, check_output, write_recipe, write_summary
+
+NOISE = 2
+"""Which derived seed the micro-batches draw from (0 and 1 order rows and prompts)."""
+
+
+def main(kind: str, arguments: list[str] | None = None) -> None:
+    """Run a training script's command line; exit status 2 for what the user gave wrong."""
+    try:
+        train(kind, read_arguments(kind, sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        _complain(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _complain(f"could not write the run: {error}; free some space, the same command goes on")
+
+
+def _complain(message: str) -> None:
+    process = os.environ.get("RANK", "0")
+    print(message if process == "0" else f"[process {process}] {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def train(kind: str, recipe: Recipe) -> None:
+    """Train a drafter and leave the best by measured acceptance in `<output>/best`."""
+    check_trackers(recipe.trackers)
+    snapshot = check_output(recipe)
+    state = start_processes(recipe.target.device)
+    if needs_responses(recipe):
+        if state.is_main_process:
+            write_responses(recipe)
+        state.wait_for_everyone()
+    target = load_target(recipe, str(state.device))
+    config = recipe.drafter_config(kind)
+    corpus = load_corpus(recipe, target, config.draft_vocab_size)
+    torch.manual_seed(derive(recipe.seed))
+    drafter = drafter_class(kind).create(config, target.identity, target.shared, corpus.vocab)
+    run = Run.prepare(recipe, target, corpus, drafter)
+    run.start(snapshot)
+    run.learn()
+    run.end()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def load_target(recipe: Recipe, device: str) -> TargetModel:
+    """The frozen target on this process's device."""
+    section = recipe.target
+    return TargetModel.load(
+        section.name,
+        dtype=section.dtype,
+        device=device,
+        revision=section.revision,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+@dataclass
+class Run:
+    """The training loop and all that it carries from step to step."""
+
+    recipe: Recipe
+    engine: Engine
+    target: TargetModel
+    corpus: Corpus
+    features: FeatureSource
+    evaluator: Evaluator
+    workspace: Workspace
+    pace: Pace
+    stream: RowStream
+    logbook: Logbook
+    snapshots: Snapshots
+    step: int = 0
+    elapsed_s: float = 0.0
+    tau: float | None = None
+    best_tau: float | None = None
+    best_step: int | None = None
+    evaluated_at: int | None = None
+    since_log: Meter = field(default_factory=Meter)
+    since_eval: Meter = field(default_factory=Meter)
+    gradient_norm: float = 0.0
+    _began: float = 0.0
+
+    @classmethod
+    def prepare(
+        cls, recipe: Recipe, target: TargetModel, corpus: Corpus, drafter: Drafter
+    ) -> "Run":
+        """Put the parts together."""
+        engine = Engine(recipe, drafter)
+        needs = drafter.needs
+        if LOSSES[recipe.loss.name].teacher:
+            needs = Needs(final_hidden=True, captured_layers=needs.captured_layers)
+        budgets = cache_shares(recipe, corpus, engine)
+        features = FeatureSource(target, needs, budgets[0])
+        held_out = FeatureSource(target, needs, budgets[1])
+        workspace = Workspace()
+        section = recipe.optimizer
+        per_step = section.micro_batch * section.accumulation * engine.processes
+        num_rows = len(corpus.train.rows)
+        return cls(
+            recipe=recipe,
+            engine=engine,
+            target=target,
+            corpus=corpus,
+            features=features,
+            evaluator=Evaluator(recipe, engine, target, corpus, held_out, workspace),
+            workspace=workspace,
+            pace=Pace(recipe.stop, section, num_rows / per_step),
+            stream=RowStream(num_rows, per_step, recipe.seed),
+            logbook=Logbook(recipe, engine),
+            snapshots=Snapshots(recipe, engine),
+        )
+
+    def start(self, snapshot: Path | None) -> None:
+        """Write the recipe, or take up an unfinished run; say what is going to happen."""
+        if self.engine.is_main:
+            write_recipe(self.recipe)
+        if snapshot is not None:
+            self._resume(self.snapshots.load(snapshot))
+        if self.engine.is_main:
+            cut_metrics(self.recipe.output, self.step)
+        self.engine.wait()
+        self.logbook.open()
+        for line in (
+            *self.corpus.notes,
+            *describe_data(self.corpus, self.pace, self.stream.per_step),
+            *describe_memory(self.recipe, self.engine, self.target, self.corpus, self.features),
+        ):
+            self.logbook.say(line)
+        if self.step:
+            self.logbook.say(f"resumed after step {self.step} from {snapshot}")
+        self._began = perf_counter() - self.elapsed_s
+
+    def learn(self) -> None:
+        """Steps until a stop is reached."""
+        recipe = self.recipe
+        while not self.pace.finished(self.step, self.elapsed_s):
+            self.one_step()
+            if self.step % recipe.log_every == 0:
+                self.log()
+            if self.step % recipe.eval.eval_every == 0:
+                self.evaluate()
+            if self.step % recipe.save.every == 0:
+                self.snapshots.save(self.step, self._state())
+
+    def end(self) -> None:
+        """Evaluate what was reached, write the summary."""
+        if self.evaluated_at != self.step:
+            self.evaluate()
+        self.logbook.say(
+            f"done: {self.step} steps in {self.elapsed_s / 60:.1f} min, best tau "
+            f"{self.best_tau:.2f} at step {self.best_step} in {self.recipe.output / 'best'}"
+        )
+        if self.engine.is_main:
+            write_summary(
+                self.recipe.output,
+                {
+                    "steps": self.step,
+                    "elapsed_s": self.elapsed_s,
+                    "tau": self.tau,
+                    "best_tau": self.best_tau,
+                    "best_step": self.best_step,
+                },
+            )
+        self.engine.wait()
+        self.logbook.close()
+
+    def one_step(self) -> None:
+        """One global batch: every process its share, one division, one move of the parameters."""
+        start, data_s = perf_counter(), 0.0
+        self.engine.set_learning_rate(self.pace.learning_rate(self.step, self.elapsed_s))
+        rows = [self.corpus.train.rows[index] for index in self.stream.rows(self.step)]
+        scale = 1 / max(1, sum(row.num_supervised for row in rows))
+        places = share(
+            range(len(rows)),
+            self.engine.process,
+            self.engine.processes,
+            self.recipe.optimizer.micro_batch,
+        )
+        parts, names = [], []
+        for number, micro in enumerate(places):
+            began = perf_counter()
+            dtype = states_dtype(self.recipe)
+            batch = collate([rows[i] for i in micro], self.features, self.engine.device, dtype)
+            data_s += perf_counter() - began
+            place = self.step * self.stream.per_step + micro[0]
+            torch.manual_seed(derive(self.recipe.seed, NOISE, place))
+            criterion = ChunkedCriterion(
+                batch,
+                self.recipe.loss.settings,
+                self.target.shared.lm_head_VD,
+                workspace=self.workspace,
+            )
+            last = number == len(places) - 1
+            parts.append(self.engine.backward(batch, criterion, scale, last))
+            names.append(batch.rows)
+        sums_SX = self._reduced(parts)
+        norm = self.engine.gradient_norm()
+        self._refuse_nan(sums_SX, norm, parts, names)
+        self.engine.step()
+        self.step += 1
+        tokens = sum(row.num_tokens for row in rows)
+        for meter in (self.since_log, self.since_eval):
+            meter.add(sums_SX, tokens, perf_counter() - start, data_s)
+        self.gradient_norm = norm
+
+    def _reduced(self, parts: list[Tensor]) -> Tensor:
+        """The step's sums over micro-batches and processes; the main process's clock with them."""
+        sums = torch.stack(parts).sum(0)
+        clock = perf_counter() - self._began if self.engine.is_main else 0.0
+        both = torch.cat([sums.flatten(), sums.new_tensor([clock])])
+        total = self.engine.total(both)
+        self.elapsed_s = float(total[-1])
+        return total[:-1].view_as(sums)
+
+    def _refuse_nan(
+        self, sums_SX: Tensor, norm: float, parts: list[Tensor], names: list[tuple[str, ...]]
+    ) -> None:
+        """Stop where the loss or its gradient is no number, naming step and conversations."""
+        wrong = not bool(torch.isfinite(sums_SX).all())
+        if not wrong and norm == norm and norm != float("inf"):
+            return
+        mine = [
+            name
+            for part, group in zip(parts, names, strict=True)
+            if not wrong or not bool(torch.isfinite(part).all())
+            for name in group
+        ]
+        everyone = gather_object(mine)
+        raise UserError(
+            f"the {'loss' if wrong else 'gradient'} at step {self.step + 1} is not a number; "
+            f"conversations of that batch: {', '.join(everyone)}. The parameters of step "
+            f"{self.step} were not written; lower optimizer.lr, or drop these conversations"
+        )
+
+    def log(self) -> None:
+        """A progress line and its record."""
+        meter, self.since_log = self.since_log, Meter()
+        sums = meter.sums_SX
+        assert sums is not None
+        record = {
+            "kind": "train",
+            "step": self.step,
+            "planned_steps": self.pace.planned_steps(self.step, self.elapsed_s),
+            "loss": objective(sums, self.recipe.loss.step_decay),
+            "losses": step_losses(sums),
+            "acc@1": [row[0] for row in accuracies(sums)],
+            "tau": self.tau,
+            "lr": self.pace.learning_rate(self.step - 1, self.elapsed_s),
+            "grad_norm": self.gradient_norm,
+            "epoch": self.step / self.pace.steps_per_epoch,
+            "tokens_per_second": meter.tokens / meter.step_s,
+            "data_share": meter.data_s / meter.step_s,
+            "elapsed_s": self.elapsed_s,
+            "eta_s": self.pace.remaining_s(self.step, self.elapsed_s),
+        }
+        progress = self.pace.progress(self.step, self.elapsed_s)
+        self.logbook.write(record, train_line(record), progress)
+
+    def evaluate(self) -> None:
+        """Validation loss beside train loss, tau in the real loop; keep the best by it."""
+        found = self.evaluator.measure(self.step)
+        clock = perf_counter() - self._began
+        self.elapsed_s, self.tau = self.engine.tell((clock, found.tau))
+        best = self.best_tau is None or self.tau > self.best_tau
+        if best:
+            self.best_tau, self.best_step = self.tau, self.step
+        self.evaluated_at = self.step
+        if found.checkpoint is not None:
+            save_drafter(found.checkpoint, self.recipe.output / "last")
+            if best:
+                save_drafter(found.checkpoint, self.recipe.output / "best")
+        meter, self.since_eval = self.since_eval, Meter()
+        decay, sums = self.recipe.loss.step_decay, meter.sums_SX
+        record = {
+            "kind": "eval",
+            "step": self.step,
+            "train_loss": None if sums is None else objective(sums, decay),
+            "val_loss": objective(found.sums_SX, decay),
+            "train_losses": None if sums is None else step_losses(sums),
+            "val_losses": step_losses(found.sums_SX),
+            "accuracies_HK": accuracies(found.sums_SX),
+            "tau": self.tau,
+            "best": best,
+            "eval_s": found.seconds,
+            "elapsed_s": self.elapsed_s,
+        }
+        progress = self.pace.progress(self.step, self.elapsed_s)
+        self.logbook.write(record, eval_line(record), progress)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "launch": self.snapshots.launch,
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "tau": self.tau,
+            "best_tau": self.best_tau,
+            "best_step": self.best_step,
+            "evaluated_at": self.evaluated_at,
+            "since_log": self.since_log.to_json(),
+            "since_eval": self.since_eval.to_json(),
+        }
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        for name in ("step", "elapsed_s", "tau", "best_tau", "best_step", "evaluated_at"):
+            setattr(self, name, state[name])
+        self.since_log = Meter.from_json(state["since_log"])
+        self.since_eval = Meter.from_json(state["since_eval"])
