@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -105,9 +105,10 @@ class TrainingBatch:
     rows: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class StepLoss:
+class StepLoss(NamedTuple):
     """What one draft step adds to the loss, as sums: divided once, after the reduce.
+
+    A tuple, because ZeRO-3 finds the tensors that a module gives only in tuples and lists.
 
     `loss_sum` is a float32 scalar with grad. Detached counts: `num_positions` supervised positions
     (those whose target is outside the draft vocabulary too: they count as wrong), `rank_counts_K`
