@@ -6,6 +6,7 @@ supervised positions.
 """
 
 import os
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -36,14 +37,22 @@ def start_processes(device: str | None) -> PartialState:
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        try:
-            import deepspeed  # noqa: F401
-        except ImportError:
-            raise UserError(
-                "this launch asks for DeepSpeed, which is not installed; "
-                "pip install 'outrider[deepspeed]' or launch without it"
-            ) from None
+        _prepare_deepspeed(cpu)
     return PartialState(cpu=cpu, timeout=PATIENCE)
+
+
+def _prepare_deepspeed(cpu: bool) -> None:
+    try:
+        import deepspeed
+    except ImportError:
+        raise UserError(
+            "this launch asks for DeepSpeed, which is not installed; "
+            "pip install 'outrider[deepspeed]' or launch without it"
+        ) from None
+    if cpu:
+        # Its shared-memory kernel would be compiled here, for minutes; gloo needs no compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 class Forward(nn.Module):
@@ -90,6 +99,7 @@ class Engine:
                 "process, DDP, or DeepSpeed ZeRO-2 and ZeRO-3 (configs/accelerate)"
             )
         self._fill_deepspeed()
+        self.parameter_counts = [p.numel() for p in drafter.parameters()]
         module = Forward(drafter.to(self.device), recipe.precision, recipe.loss.step_decay)
         self.model, self.optimizer = self.accelerator.prepare(module, self._optimizer())
 
@@ -154,6 +164,11 @@ class Engine:
         """For the next step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    @property
+    def learning_rate(self) -> float:
+        """As it was set last."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over processes."""

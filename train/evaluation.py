@@ -24,6 +24,7 @@ from train.corpus import Corpus
 from train.engine import Engine
 from train.logbook import accuracies
 from train.recipe import Recipe
+from train.stepping import states_dtype
 
 NUM_RANKS = 10
 
@@ -123,8 +124,3 @@ def tree_for(rates: list[list[float]], num_drafts: int) -> TreeShape:
         level *= len(row)
         possible += level
     return grow_static_tree(rates, min(num_drafts, possible))
-
-
-def states_dtype(recipe: Recipe) -> torch.dtype | None:
-    """What the target's states are cast to: float32 for a float32 forward, else nothing."""
-    return torch.float32 if recipe.precision == "fp32" else None

@@ -47,8 +47,7 @@ def describe_memory(
     recipe: Recipe, engine: Engine, target: TargetModel, corpus: Corpus, features: FeatureSource
 ) -> list[str]:
     """The estimate for one process, part by part."""
-    drafter = sum(p.numel() for p in engine.drafter.parameters())
-    biggest = max((p.numel() for p in engine.drafter.parameters()), default=0)
+    drafter, biggest = sum(engine.parameter_counts), max(engine.parameter_counts)
     head = target.shared.lm_head_VD
     vocab_size = len(corpus.vocab) if corpus.vocab else len(head)
     section = recipe.optimizer

@@ -9,19 +9,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from torch import Tensor
 
-from distill.criterion import ChunkedCriterion, Workspace
+from distill.criterion import Workspace
 from distill.features import FeatureSource
 from distill.losses import LOSSES
 from heads.base import Drafter, Needs, drafter_class, save_drafter
 from heads.errors import UserError
 from infer.target import TargetModel
-from train.batches import RowStream, collate, derive, share
+from train.batches import RowStream, derive
 from train.corpus import Corpus, load_corpus, needs_responses, write_responses
 from train.engine import Engine, start_processes
-from train.evaluation import Evaluator, states_dtype
+from train.evaluation import Evaluator
 from train.forecast import cache_shares, describe_data, describe_memory
 from train.logbook import (
     Logbook,
@@ -37,9 +35,7 @@ from train.logbook import (
 from train.pacing import Pace
 from train.recipe import Recipe, read_arguments
 from train.snapshots import Snapshots, check_output, write_recipe, write_summary
-
-NOISE = 2
-"""Which derived seed the micro-batches draw from (0 and 1 order rows and prompts)."""
+from train.stepping import Stepper, StepReport
 
 
 def main(kind: str, arguments: list[str] | None = None) -> None:
@@ -102,11 +98,9 @@ class Run:
     engine: Engine
     target: TargetModel
     corpus: Corpus
-    features: FeatureSource
+    stepper: Stepper
     evaluator: Evaluator
-    workspace: Workspace
     pace: Pace
-    stream: RowStream
     logbook: Logbook
     snapshots: Snapshots
     step: int = 0
@@ -117,7 +111,7 @@ class Run:
     evaluated_at: int | None = None
     since_log: Meter = field(default_factory=Meter)
     since_eval: Meter = field(default_factory=Meter)
-    gradient_norm: float = 0.0
+    last: StepReport | None = None
     _began: float = 0.0
 
     @classmethod
@@ -136,16 +130,15 @@ class Run:
         section = recipe.optimizer
         per_step = section.micro_batch * section.accumulation * engine.processes
         num_rows = len(corpus.train.rows)
+        stream = RowStream(num_rows, per_step, recipe.seed)
         return cls(
             recipe=recipe,
             engine=engine,
             target=target,
             corpus=corpus,
-            features=features,
+            stepper=Stepper(recipe, engine, target, corpus.train, features, workspace, stream),
             evaluator=Evaluator(recipe, engine, target, corpus, held_out, workspace),
-            workspace=workspace,
             pace=Pace(recipe.stop, section, num_rows / per_step),
-            stream=RowStream(num_rows, per_step, recipe.seed),
             logbook=Logbook(recipe, engine),
             snapshots=Snapshots(recipe, engine),
         )
@@ -162,8 +155,10 @@ class Run:
         self.logbook.open()
         for line in (
             *self.corpus.notes,
-            *describe_data(self.corpus, self.pace, self.stream.per_step),
-            *describe_memory(self.recipe, self.engine, self.target, self.corpus, self.features),
+            *describe_data(self.corpus, self.pace, self.stepper.stream.per_step),
+            *describe_memory(
+                self.recipe, self.engine, self.target, self.corpus, self.stepper.features
+            ),
         ):
             self.logbook.say(line)
         if self.step:
@@ -205,78 +200,23 @@ class Run:
         self.logbook.close()
 
     def one_step(self) -> None:
-        """One global batch: every process its share, one division, one move of the parameters."""
-        start, data_s = perf_counter(), 0.0
-        self.engine.set_learning_rate(self.pace.learning_rate(self.step, self.elapsed_s))
-        rows = [self.corpus.train.rows[index] for index in self.stream.rows(self.step)]
-        scale = 1 / max(1, sum(row.num_supervised for row in rows))
-        places = share(
-            range(len(rows)),
-            self.engine.process,
-            self.engine.processes,
-            self.recipe.optimizer.micro_batch,
-        )
-        parts, names = [], []
-        for number, micro in enumerate(places):
-            began = perf_counter()
-            dtype = states_dtype(self.recipe)
-            batch = collate([rows[i] for i in micro], self.features, self.engine.device, dtype)
-            data_s += perf_counter() - began
-            place = self.step * self.stream.per_step + micro[0]
-            torch.manual_seed(derive(self.recipe.seed, NOISE, place))
-            criterion = ChunkedCriterion(
-                batch,
-                self.recipe.loss.settings,
-                self.target.shared.lm_head_VD,
-                workspace=self.workspace,
-            )
-            last = number == len(places) - 1
-            parts.append(self.engine.backward(batch, criterion, scale, last))
-            names.append(batch.rows)
-        sums_SX = self._reduced(parts)
-        norm = self.engine.gradient_norm()
-        self._refuse_nan(sums_SX, norm, parts, names)
-        self.engine.step()
+        """The next step, into the meters."""
+        rate = self.pace.learning_rate(self.step, self.elapsed_s)
+        report = self.stepper.take(self.step, rate, self._clock)
         self.step += 1
-        tokens = sum(row.num_tokens for row in rows)
+        self.elapsed_s, self.last = report.clock_s, report
         for meter in (self.since_log, self.since_eval):
-            meter.add(sums_SX, tokens, perf_counter() - start, data_s)
-        self.gradient_norm = norm
+            meter.add(report.sums_SX, report.tokens, report.step_s, report.data_s)
 
-    def _reduced(self, parts: list[Tensor]) -> Tensor:
-        """The step's sums over micro-batches and processes; the main process's clock with them."""
-        sums = torch.stack(parts).sum(0)
-        clock = perf_counter() - self._began if self.engine.is_main else 0.0
-        both = torch.cat([sums.flatten(), sums.new_tensor([clock])])
-        total = self.engine.total(both)
-        self.elapsed_s = float(total[-1])
-        return total[:-1].view_as(sums)
-
-    def _refuse_nan(
-        self, sums_SX: Tensor, norm: float, parts: list[Tensor], names: list[tuple[str, ...]]
-    ) -> None:
-        """Stop where the loss or its gradient is no number, naming step and conversations."""
-        wrong = not bool(torch.isfinite(sums_SX).all())
-        if not wrong and norm == norm and norm != float("inf"):
-            return
-        mine = [
-            name
-            for part, group in zip(parts, names, strict=True)
-            if not wrong or not bool(torch.isfinite(part).all())
-            for name in group
-        ]
-        everyone = gather_object(mine)
-        raise UserError(
-            f"the {'loss' if wrong else 'gradient'} at step {self.step + 1} is not a number; "
-            f"conversations of that batch: {', '.join(everyone)}. The parameters of step "
-            f"{self.step} were not written; lower optimizer.lr, or drop these conversations"
-        )
+    def _clock(self) -> float:
+        """Seconds of the run so far, those before a resume included."""
+        return perf_counter() - self._began
 
     def log(self) -> None:
         """A progress line and its record."""
         meter, self.since_log = self.since_log, Meter()
         sums = meter.sums_SX
-        assert sums is not None
+        assert sums is not None and self.last is not None
         record = {
             "kind": "train",
             "step": self.step,
@@ -285,8 +225,8 @@ class Run:
             "losses": step_losses(sums),
             "acc@1": [row[0] for row in accuracies(sums)],
             "tau": self.tau,
-            "lr": self.pace.learning_rate(self.step - 1, self.elapsed_s),
-            "grad_norm": self.gradient_norm,
+            "lr": self.engine.learning_rate,
+            "grad_norm": self.last.gradient_norm,
             "epoch": self.step / self.pace.steps_per_epoch,
             "tokens_per_second": meter.tokens / meter.step_s,
             "data_share": meter.data_s / meter.step_s,
@@ -299,8 +239,7 @@ class Run:
     def evaluate(self) -> None:
         """Validation loss beside train loss, tau in the real loop; keep the best by it."""
         found = self.evaluator.measure(self.step)
-        clock = perf_counter() - self._began
-        self.elapsed_s, self.tau = self.engine.tell((clock, found.tau))
+        self.elapsed_s, self.tau = self.engine.tell((self._clock(), found.tau))
         best = self.best_tau is None or self.tau > self.best_tau
         if best:
             self.best_tau, self.best_step = self.tau, self.step

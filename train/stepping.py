@@ -1,0 +1,114 @@
+"""One optimizer step over a global batch, whatever the number of processes."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from distill.criterion import ChunkedCriterion, Workspace
+from distill.features import FeatureSource
+from heads.errors import UserError
+from infer.target import TargetModel
+from train.batches import Packing, RowStream, collate, derive, share
+from train.engine import Engine
+from train.recipe import Recipe
+
+NOISE = 2
+"""Which derived seed the micro-batches draw from (0 and 1 order rows and prompts)."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step gave: sums [S, 2+K] over the global batch, tokens, times."""
+
+    sums_SX: Tensor
+    tokens: int
+    gradient_norm: float
+    clock_s: float
+    step_s: float
+    data_s: float
+
+
+@dataclass
+class Stepper:
+    """Takes steps: every process its share, one division, one move of the parameters."""
+
+    recipe: Recipe
+    engine: Engine
+    target: TargetModel
+    packing: Packing
+    features: FeatureSource
+    workspace: Workspace
+    stream: RowStream
+
+    def take(self, step: int, rate: float, clock: Callable[[], float]) -> StepReport:
+        """Step number `step` (from 0) at a learning rate; raises UserError for a loss of NaN."""
+        start = perf_counter()
+        self.engine.set_learning_rate(rate)
+        rows = [self.packing.rows[index] for index in self.stream.rows(step)]
+        scale = 1 / max(1, sum(row.num_supervised for row in rows))
+        engine, size = self.engine, self.recipe.optimizer.micro_batch
+        shares = share(range(len(rows)), engine.process, engine.processes, size)
+        parts, names, data_s = [], [], 0.0
+        for number, places in enumerate(shares):
+            began = perf_counter()
+            dtype = states_dtype(self.recipe)
+            batch = collate([rows[i] for i in places], self.features, engine.device, dtype)
+            data_s += perf_counter() - began
+            first = step * self.stream.per_step + places[0]
+            torch.manual_seed(derive(self.recipe.seed, NOISE, first))
+            criterion = ChunkedCriterion(
+                batch,
+                self.recipe.loss.settings,
+                self.target.shared.lm_head_VD,
+                workspace=self.workspace,
+            )
+            last = number == len(shares) - 1
+            parts.append(engine.backward(batch, criterion, scale, last))
+            names.append(batch.rows)
+        sums_SX, clock_s = self._reduced(parts, clock() if engine.is_main else 0.0)
+        norm = engine.gradient_norm()
+        self._refuse_nan(step + 1, sums_SX, norm, parts, names)
+        engine.step()
+        tokens = sum(row.num_tokens for row in rows)
+        return StepReport(sums_SX, tokens, norm, clock_s, perf_counter() - start, data_s)
+
+    def _reduced(self, parts: list[Tensor], clock_s: float) -> tuple[Tensor, float]:
+        """The sums over micro-batches and processes, and the main process's clock, in one go."""
+        sums = torch.stack(parts).sum(0)
+        total = self.engine.total(torch.cat([sums.flatten(), sums.new_tensor([clock_s])]))
+        return total[:-1].view_as(sums), float(total[-1])
+
+    def _refuse_nan(
+        self,
+        step: int,
+        sums_SX: Tensor,
+        norm: float,
+        parts: list[Tensor],
+        names: list[tuple[str, ...]],
+    ) -> None:
+        """Stop where the loss or its gradient is no number, naming step and conversations."""
+        loss_is_wrong = not bool(torch.isfinite(sums_SX).all())
+        if not loss_is_wrong and math.isfinite(norm):
+            return
+        mine = [
+            name
+            for part, group in zip(parts, names, strict=True)
+            if not loss_is_wrong or not bool(torch.isfinite(part).all())
+            for name in group
+        ]
+        everyone = gather_object(mine)
+        raise UserError(
+            f"the {'loss' if loss_is_wrong else 'gradient'} of step {step} is not a number; "
+            f"conversations of that batch: {', '.join(everyone)}. The run stops before it writes "
+            "them into the drafter; lower optimizer.lr, or drop these conversations"
+        )
+
+
+def states_dtype(recipe: Recipe) -> torch.dtype | None:
+    """What the target's states are cast to: float32 for a float32 forward, else nothing."""
+    return torch.float32 if recipe.precision == "fp32" else None
