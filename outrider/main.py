@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,6 +38,14 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record and say where it is."""
+    from infer.report import clean, write_text
+
+    write_text(path, json.dumps(clean(record), indent=2) + "\n")
+    console.print(f"record in {path}")
 
 
 @app.command()
@@ -112,10 +120,7 @@ def bench(
         raise UserError("give one drafter: outrider bench DRAFTER (or --drafter DRAFTER)")
     report = measure_drafters(given, options, console)[0]
     if json_file is not None:
-        from infer.report import clean, write_text
-
-        write_text(json_file, json.dumps(clean(report.to_json()), indent=2) + "\n")
-        console.print(f"record in {json_file}")
+        write_json(json_file, report.to_json())
 
 
 @app.command()
@@ -149,6 +154,44 @@ def export(
 
     folder = export_from(drafter, to, out, checked_dtype(dtype) if dtype else None, target)
     console.print(f"exported to {folder}")
+
+
+@app.command()
+def check(
+    exported: Annotated[Path, typer.Argument(help="A folder written by outrider export.")],
+    engine: Annotated[str, typer.Option(help="The engine that serves the folder.")] = "vllm",
+    endpoint: Annotated[
+        str | None, typer.Option(help="A running server instead of a subprocess: its URL.")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="Default: forty of our own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="The first N prompts.", min=1)] = None,
+    chain: Annotated[
+        int | None, typer.Option(help="K draft tokens. Default: as many as the drafter has.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, on both sides.")] = "bfloat16",
+    target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
+) -> None:
+    """Acceptance in the real engine beside ours; exit status 1 outside the tolerance."""
+    from outrider.checking import run_check
+
+    result = run_check(
+        exported,
+        engine=engine,
+        endpoint=endpoint,
+        prompts=prompts,
+        limit=limit,
+        chain=chain,
+        max_new_tokens=max_new_tokens,
+        dtype=checked_dtype(dtype),
+        target=target,
+    )
+    console.print(result.table())
+    console.print(result.verdict)
+    if json_file is not None:
+        write_json(json_file, result.to_json())
+    sys.exit(0 if result.passed else 1)
 
 
 @app.command()
