@@ -6,7 +6,8 @@ It is run by the Python of vLLM's environment, so it imports nothing of ours. Th
 
     {"target": folder or id, "revision": null, "drafter": folder or null, "method": name,
      "num_speculative_tokens": K, "dtype": "float32", "prompts": [[ids]], "stop_token_ids": [ids],
-     "max_tokens": 64, "seed": 0, "max_num_seqs": 8, "kv_gib": 1, "deadline_s": 600}
+     "max_tokens": 64, "seed": 0, "max_num_seqs": 8, "max_model_len": 2048, "kv_gib": 1,
+     "deadline_s": 600}
 
 The result: `outputs` (new token ids a prompt, an end token included), the differences of vLLM's
 counters around the generate call (`rounds`, `drafted`, `accepted`, `accepted_per_position`),
@@ -72,6 +73,7 @@ def start_engine(job: dict[str, Any]) -> Any:
         dtype=job["dtype"],
         seed=job["seed"],
         max_num_seqs=job["max_num_seqs"],
+        max_model_len=job["max_model_len"],
         speculative_config=speculation,
         enforce_eager=True,
         enable_prefix_caching=False,

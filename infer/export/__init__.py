@@ -15,13 +15,14 @@ __all__ = ["ENGINES", "Engine", "Exported", "export_drafter", "read_back"]
 
 @dataclass(frozen=True)
 class Engine:
-    """One serving engine: who writes its folders, and which drafters need the target for it."""
+    """One serving engine: who writes its folders, which drafters need the target, and the proof."""
 
     export: Callable[[Checkpoint, SharedWeights | None, Path, str | None], Path]
     needs_target: Callable[[Checkpoint], bool]
+    prove: Callable[[Path], None]
 
 
-ENGINES = {vllm.ENGINE: Engine(vllm.export_vllm, vllm.needs_target)}
+ENGINES = {vllm.ENGINE: Engine(vllm.export_vllm, vllm.needs_target, vllm.prove_vllm)}
 
 
 def export_drafter(
