@@ -16,6 +16,9 @@ from transformers import (
 
 from infer.target import TargetModel
 
+# Tiny models: a second thread costs more in waiting than it computes.
+torch.set_num_threads(1)
+
 TINY_VOCABULARY = 160
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PRINTABLE = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
