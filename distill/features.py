@@ -94,35 +94,46 @@ class FeatureSource:
         return states
 
     def _compute(self, row: PackedRow) -> RowStates:
-        num, device = row.num_tokens, self.target.device
         if not (self.needs.final_hidden or self.needs.captured_layers):
-            return RowStates(torch.empty(num, 0, dtype=self.target.dtype), None)
+            return RowStates(torch.empty(row.num_tokens, 0, dtype=self.target.dtype), None)
+        states = self._forward(row, slice(0, row.num_tokens))
+        if not _finite(states):
+            self._refuse_nan(row)
+        return states
+
+    def _forward(self, row: PackedRow, place: slice) -> RowStates:
+        """States of a stretch of whole conversations."""
+        device = self.target.device
         states = self.target.forward(
-            row.tokens_T[None, :num].to(device),
-            positions_BN=row.positions_T[None, :num].to(device),
-            visible_BNL=visibility(row.segments_T[:num]).to(device),
+            row.tokens_T[None, place].to(device),
+            positions_BN=row.positions_T[None, place].to(device),
+            visible_BNL=visibility(row.segments_T[place]).to(device),
             needs=self.needs,
         )
         captured = None if states.captured_BNAD is None else states.captured_BNAD[0]
         hidden = states.hidden_BND[0]
-        _refuse_nan(row, hidden, captured)
         return RowStates(hidden if self.needs.final_hidden else hidden[:, :0], captured)
+
+    def _refuse_nan(self, row: PackedRow) -> None:
+        """Name the conversations at fault; a masked NaN spreads, so each is run alone."""
+        bad = []
+        for segment, name in enumerate(row.ids, start=1):
+            (where,) = (row.segments_T == segment).nonzero(as_tuple=True)
+            if not _finite(self._forward(row, slice(int(where[0]), int(where[-1]) + 1))):
+                bad.append(name)
+        raise UserError(
+            f"the target's states of conversation {', '.join(bad or row.ids)} hold NaN or "
+            "infinity; drop it from the data, or run the target in float32 (target.dtype=float32)"
+        )
+
+
+def _finite(states: RowStates) -> bool:
+    captured = states.captured_TAD
+    return bool(torch.isfinite(states.hidden_TD).all()) and (
+        captured is None or bool(torch.isfinite(captured).all())
+    )
 
 
 def _to_memory(states: RowStates) -> RowStates:
     captured = states.captured_TAD
     return RowStates(states.hidden_TD.cpu(), None if captured is None else captured.cpu())
-
-
-def _refuse_nan(row: PackedRow, hidden_TD: Tensor, captured_TAD: Tensor | None) -> None:
-    finite_T = torch.isfinite(hidden_TD).all(-1)
-    if captured_TAD is not None:
-        finite_T &= torch.isfinite(captured_TAD).flatten(1).all(-1)
-    if bool(finite_T.all()):
-        return
-    bad = sorted({int(segment) for segment in row.segments_T[: len(finite_T)][~finite_T.cpu()]})
-    names = ", ".join(row.ids[segment - 1] for segment in bad)
-    raise UserError(
-        f"the target's states of conversation {names} hold NaN or infinity; "
-        "drop it from the data, or run the target in float32 (target.dtype=float32)"
-    )

@@ -31,9 +31,13 @@ class Corpus:
 
 
 def needs_responses(recipe: Recipe) -> bool:
-    """Whether the store is missing or incomplete and the recipe says how to write it."""
+    """Whether the store is missing or incomplete and the recipe says how to write it.
+
+    What its own max_minutes ended is taken as it is.
+    """
     manifest = read_manifest(recipe.data.path)
-    return recipe.data.respond is not None and (manifest is None or not manifest.complete)
+    done = manifest is not None and (manifest.complete or manifest.stopped is not None)
+    return recipe.data.respond is not None and not done
 
 
 def write_responses(recipe: Recipe) -> None:

@@ -38,7 +38,18 @@ def start_processes(device: str | None) -> PartialState:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         _prepare_deepspeed(cpu)
-    return PartialState(cpu=cpu, timeout=PATIENCE)
+    state = PartialState(cpu=cpu, timeout=PATIENCE)
+    if cpu:
+        _use_all_cores()
+    return state
+
+
+def _use_all_cores() -> None:
+    """Undo `accelerate launch`, which sets OMP_NUM_THREADS to 1 where nobody set it."""
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and os.environ.get("OMP_NUM_THREADS") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _prepare_deepspeed(cpu: bool) -> None:

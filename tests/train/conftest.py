@@ -1,11 +1,6 @@
 """A small response store and recipes for the tiny target."""
 
-import datetime
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +8,8 @@ import pytest
 import torch
 import yaml
 
-from distill.store import (
-    Counts,
-    Manifest,
-    PromptSource,
-    Row,
-    shard_path,
-    write_manifest,
-    write_shard,
-)
 from infer.target import TargetModel
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.train.runs import Recipes, write_store
 
 
 @pytest.fixture(autouse=True)
@@ -36,47 +21,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def make_rows(num: int, vocab_size: int, seed: int = 0) -> list[Row]:
-    """Conversations whose responses count upwards, so that there is something to learn."""
-    make = torch.Generator().manual_seed(seed)
-    rows = []
-    for number in range(num):
-        prompt_length, response_length = torch.randint(3, 18, (2,), generator=make).tolist()
-        prompt = torch.randint(3, vocab_size, (prompt_length,), generator=make).tolist()
-        first = int(torch.randint(3, vocab_size, (), generator=make))
-        response = [3 + (first + i) % (vocab_size - 3) for i in range(response_length)] + [2]
-        mask = [False] * prompt_length + [True] * len(response)
-        row = Row(f"c{number}", "count", prompt + response, mask, 1, True, f"question {number}")
-        rows.append(row)
-    return rows
-
-
-def write_store(path: Path, target: TargetModel, num: int = 40) -> Path:
-    """A complete store of such conversations, as `outrider respond` leaves one."""
-    rows = make_rows(num, target.identity.vocab_size)
-    (path / "shards").mkdir(parents=True)
-    write_shard(shard_path(path, "00000"), rows)
-    write_manifest(
-        path,
-        Manifest(
-            target=target.identity,
-            source=PromptSource(kind="prompts", name="made", sha256="0"),
-            settings={},
-            created=datetime.datetime(2026, 1, 1).isoformat(),
-            counts=Counts(rows=num, turns=num, tokens=sum(len(r.tokens) for r in rows)),
-            complete=True,
-        ),
-    )
-    return path
-
-
 @pytest.fixture(scope="session")
 def store(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = TargetModel.load(str(tiny_target_folder), dtype="float32", device="cpu")
     return write_store(tmp_path_factory.mktemp("store") / "data", target)
-
-
-Recipes = Callable[..., Path]
 
 
 @pytest.fixture
@@ -107,32 +55,3 @@ def recipes(store: Path, tiny_target_folder: Path, tmp_path: Path) -> Recipes:
         return path
 
     return write
-
-
-def command(recipe: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> list[str]:
-    script = str(ROOT / "train" / "medusa.py")
-    return [sys.executable, *launcher, script, "--config", str(recipe), *overrides]
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "WANDB_"))}
-    return kept | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | more
-
-
-def run_training(
-    recipe: Path, *overrides: str, launcher: tuple[str, ...] = (), **env: str
-) -> subprocess.CompletedProcess[str]:
-    """The real command, to its end."""
-    return subprocess.run(
-        command(recipe, *overrides, launcher=launcher),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(**env),
-        cwd=recipe.parent,
-    )
-
-
-def records(output: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]

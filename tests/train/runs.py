@@ -1,0 +1,111 @@
+"""Small response stores, and the real training command run on them."""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from distill.store import (
+    Counts,
+    Manifest,
+    PromptSource,
+    Row,
+    shard_path,
+    write_manifest,
+    write_shard,
+)
+from infer.target import TargetModel
+from train.trainer import main
+
+ROOT = Path(__file__).resolve().parents[2]
+Recipes = Callable[..., Path]
+"""Writes a recipe with changed fields; gives its path (the fixture `recipes`)."""
+
+
+def make_rows(num: int, vocab_size: int, seed: int = 0) -> list[Row]:
+    """Conversations whose responses count upwards, so that there is something to learn."""
+    make = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(num):
+        prompt_length, response_length = torch.randint(3, 18, (2,), generator=make).tolist()
+        prompt = torch.randint(3, vocab_size, (prompt_length,), generator=make).tolist()
+        first = int(torch.randint(3, vocab_size, (), generator=make))
+        response = [3 + (first + i) % (vocab_size - 3) for i in range(response_length)] + [2]
+        mask = [False] * prompt_length + [True] * len(response)
+        row = Row(f"c{number}", "count", prompt + response, mask, 1, True, f"question {number}")
+        rows.append(row)
+    return rows
+
+
+def write_store(path: Path, target: TargetModel, num: int = 40) -> Path:
+    """A complete store of such conversations, as `outrider respond` leaves one."""
+    rows = make_rows(num, target.identity.vocab_size)
+    (path / "shards").mkdir(parents=True)
+    write_shard(shard_path(path, "00000"), rows)
+    write_manifest(
+        path,
+        Manifest(
+            target=target.identity,
+            source=PromptSource(kind="prompts", name="made", sha256="0"),
+            settings={},
+            created=datetime.datetime(2026, 1, 1).isoformat(),
+            counts=Counts(rows=num, turns=num, tokens=sum(len(r.tokens) for r in rows)),
+            complete=True,
+        ),
+    )
+    return path
+
+
+def command(recipe: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    script = str(ROOT / "train" / "medusa.py")
+    return [sys.executable, *launcher, script, "--config", str(recipe), *overrides]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "WANDB_"))}
+    return kept | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | more
+
+
+def run_training(
+    recipe: Path, *overrides: str, launcher: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """The real command, to its end."""
+    return subprocess.run(
+        command(recipe, *overrides, launcher=launcher),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment(**env),
+        cwd=recipe.parent,
+    )
+
+
+def train_here(recipe: Path, *overrides: str) -> Path:
+    """The same in this process; gives the output folder."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    main("medusa", ["--config", str(recipe), *overrides])
+    return recipe.with_suffix("")
+
+
+def trajectory(output: Path) -> list[tuple[Any, ...]]:
+    """What a run computed, step by step, without what depends on the clock."""
+    return [
+        (r["step"], r["loss"], *r["losses"], *r["acc@1"], r["lr"], r["grad_norm"], r["tau"])
+        for r in records(output, "train")
+    ]
+
+
+def records(output: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind in metrics.jsonl, as far as they are written."""
+    path = output / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in whole if record["kind"] == kind]

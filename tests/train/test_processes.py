@@ -1,0 +1,100 @@
+"""The real command: killed and resumed, on two processes, refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.runs import (
+    ROOT,
+    Recipes,
+    command,
+    environment,
+    records,
+    run_training,
+    train_here,
+    trajectory,
+)
+
+LAUNCH = ("-m", "accelerate.commands.launch", "--config_file")
+
+
+def launcher(name: str) -> tuple[str, ...]:
+    return (*LAUNCH, str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
+
+
+def test_run_killed_by_kill_9_resumes_bit_for_bit(recipes: Recipes) -> None:
+    changes = {
+        "stop": {"max_steps": 60},
+        "eval__eval_every": 7,
+        "save": {"every": 3},
+        "log_every": 2,
+        "precision": "bf16",
+    }
+    whole = train_here(recipes("whole", **changes))
+    killed = recipes("killed", **changes)
+    output = killed.with_suffix("")
+    process = subprocess.Popen(
+        command(killed), env=environment(), stdout=subprocess.DEVNULL, cwd=killed.parent
+    )
+    while process.poll() is None and not any(r["step"] >= 20 for r in records(output, "train")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+    assert not (output / "summary.json").exists()
+    again = run_training(killed)
+    assert again.returncode == 0, again.stderr
+    assert "resumed after step" in again.stdout
+    assert trajectory(output) == trajectory(whole)
+    for name in ("best", "last"):
+        a, b = (load_file(run / name / "model.safetensors") for run in (output, whole))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def assert_close(output: Path, reference: Path) -> None:
+    a, b = (
+        torch.tensor([[float(v or 0) for v in row] for row in trajectory(run)])
+        for run in (output, reference)
+    )
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    left, right = (load_file(run / "last" / "model.safetensors") for run in (output, reference))
+    assert left.keys() == right.keys()
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+def test_two_processes_are_one_run(recipes: Recipes, engine: str) -> None:
+    """Two processes x accumulation 2 equal one x 4; then the run goes on from a snapshot."""
+    changes = {"drafter__lm_head": "own", "stop": {"max_steps": 4}}
+    optimizer = {"lr": 0.01, "micro_batch": 1}
+    alone = train_here(recipes("alone", optimizer=optimizer | {"accumulation": 4}, **changes))
+    pair = recipes("pair", optimizer=optimizer | {"accumulation": 2}, **changes)
+    output = pair.with_suffix("")
+    os.symlink(ROOT / "configs", pair.parent / "configs")
+    done = run_training(pair, launcher=launcher(engine))
+    assert done.returncode == 0, done.stderr
+    assert_close(output, alone)
+    if engine != "zero3":
+        return
+    before = trajectory(output)
+    (output / "summary.json").unlink()
+    shutil.rmtree(output / "snapshots" / "step-00000004")
+    again = run_training(pair, launcher=launcher(engine))
+    assert again.returncode == 0, again.stderr
+    assert "resumed after step 2" in again.stdout
+    assert trajectory(output) == before
+
+
+def test_command_refuses_a_bad_recipe_with_status_2(recipes: Recipes) -> None:
+    done = run_training(recipes(), "optimizer.rate=1")
+    assert done.returncode == 2
+    assert "optimizer.rate" in done.stderr and "Traceback" not in done.stderr
+    assert json.dumps(done.stdout) == '""'
