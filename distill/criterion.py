@@ -30,6 +30,7 @@ class Workspace:
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     rows: tuple[VocabMap, Tensor] | None = None
+    casts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def take(self, name: str, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor that is valid until the same name is taken again."""
@@ -47,6 +48,15 @@ class Workspace:
             self.rows = (vocab, lm_head_VD[vocab.target_ids_Vd.to(lm_head_VD.device)])
         return self.rows[1]
 
+    def matmul_weight(self, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrix in the dtype of the products; of a frozen one the cast is kept."""
+        if weight_VD.dtype == dtype or weight_VD.requires_grad:
+            return weight_VD.detach().to(dtype)
+        held = self.casts.get(id(weight_VD))
+        if held is None or held[1].dtype != dtype:
+            held = self.casts[id(weight_VD)] = (weight_VD, weight_VD.to(dtype))
+        return held[1]
+
 
 @dataclass(frozen=True)
 class Work:
@@ -63,23 +73,24 @@ class Work:
 
 
 class _FusedLoss(torch.autograd.Function):
-    """(hidden_ND, weight_VD) of one dtype -> (loss sum, rank counts), chunk by chunk."""
+    """(hidden_ND, weight_VD) -> (loss sum, rank counts), products in the hidden states' dtype."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, work: Work) -> tuple[Tensor, ...]:
         """Losses and gradients in one sweep; the gradients wait for the backward."""
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         total = hidden_ND.new_zeros((), dtype=wide)
+        matrix_VD = work.workspace.matmul_weight(weight_VD, hidden_ND.dtype)
         counts_K = torch.zeros(work.num_ranks, dtype=torch.long, device=hidden_ND.device)
         hidden_grad = torch.empty_like(hidden_ND) if work.hidden_grad else None
         weight_grad = torch.zeros_like(weight_VD, dtype=wide) if work.weight_grad else None
         for start in range(0, len(hidden_ND), work.settings.chunk_size):
             chunk = slice(start, min(start + work.settings.chunk_size, len(hidden_ND)))
-            grad_CV, losses_C, ranks_C = _chunk_loss(hidden_ND, weight_VD, chunk, work)
+            grad_CV, losses_C, ranks_C = _chunk_loss(hidden_ND, matrix_VD, chunk, work)
             total += losses_C.sum()
             counts_K += torch.bincount(ranks_C, minlength=work.num_ranks + 1)[: work.num_ranks]
             if hidden_grad is not None:
-                torch.mm(grad_CV, weight_VD, out=hidden_grad[chunk])
+                torch.mm(grad_CV, matrix_VD, out=hidden_grad[chunk])
             if weight_grad is not None:
                 weight_grad += grad_CV.T @ hidden_ND[chunk]
         ctx.save_for_backward(hidden_grad, weight_grad)
@@ -190,7 +201,7 @@ class ChunkedCriterion:
                 weight_grad=tracked and weight_VD.requires_grad,
             )
             loss_sum, counts_K = _FusedLoss.apply(  # type: ignore[no-untyped-call]
-                hidden_ND, weight_VD.to(dtype), work
+                hidden_ND, weight_VD, work
             )
         return StepLoss(loss_sum, num_positions, counts_K)
 
@@ -204,7 +215,7 @@ class ChunkedCriterion:
         positions = teacher_positions(hidden_BTD.shape[1], step, hidden_BTD.device)
         teacher = hidden_BTD[:, positions].flatten(0, 1).index_select(0, where)
         rows = self.workspace.teacher_rows(self.lm_head_VD, vocab)
-        return teacher.detach().to(dtype), rows.detach().to(dtype)
+        return teacher.detach().to(dtype), self.workspace.matmul_weight(rows, dtype)
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -104,7 +104,10 @@ class Evaluator:
         return Checkpoint(drafter, Contract(target=self.target.identity, **fields))
 
     def _acceptance_length(self, drafter: Drafter, rates: list[list[float]]) -> float:
-        """tau of the greedy loop, with a tree grown from the accuracies measured just now."""
+        """tau of the greedy loop, with a tree grown from the accuracies measured just now.
+
+        1 when every answer ended before a round was needed.
+        """
         drafter.to(device=self.target.device, dtype=self.target.dtype).eval()
         drafter.bind(self.target.shared)
         settings = GenerationSettings(
@@ -114,7 +117,7 @@ class Evaluator:
             shape=tree_for(rates, self.recipe.eval.tree_nodes),
         )
         report = measure_acceptance(self.target, drafter, self.corpus.questions, settings)
-        return float(report.acceptance_length)
+        return float(report.acceptance_length) if report.counts.rounds else 1.0
 
 
 def tree_for(rates: list[list[float]], num_drafts: int) -> TreeShape:

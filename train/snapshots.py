@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -98,8 +99,8 @@ class Snapshots:
         if self.engine.sharded:
             self.engine.model.save_checkpoint(str(temporary), tag="sharded")
         elif self.engine.is_main:
-            save_file(self.engine.whole_state(), temporary / MODEL)
-            save_file(optimizer_tensors(self.engine.optimizer), temporary / OPTIMIZER)
+            self._write(self.engine.whole_state(), temporary / MODEL)
+            self._write(optimizer_tensors(self.engine.optimizer), temporary / OPTIMIZER)
         self.engine.wait()
         if self.engine.is_main:
             (temporary / STATE).write_text(json.dumps(state))
@@ -131,6 +132,14 @@ class Snapshots:
         per_step = section.micro_batch * section.accumulation * self.engine.processes
         form = f"DeepSpeed on {self.engine.processes}" if self.engine.sharded else "whole tensors"
         return {"rows_per_step": per_step, "form": form}
+
+    def _write(self, tensors: dict[str, Tensor], path: Path) -> None:
+        try:
+            save_file(tensors, path)
+        except SafetensorError as error:
+            raise UserError(
+                f"could not write {path}: {error}; free some space, the same command goes on"
+            ) from error
 
     def _drop_old(self) -> None:
         folders = sorted((self.recipe.output / SNAPSHOTS).glob("step-*"))

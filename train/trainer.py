@@ -44,6 +44,9 @@ def main(kind: str, arguments: list[str] | None = None) -> None:
         train(kind, read_arguments(kind, sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
         _complain(str(error))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last snapshot", file=sys.stderr)
+        sys.exit(130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise

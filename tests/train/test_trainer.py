@@ -15,6 +15,10 @@ from train.engine import Engine, Forward
 from train.snapshots import Snapshots
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
 def tensors_of(output: Path, name: str = "last") -> dict[str, torch.Tensor]:
     return load_file(output / name / "model.safetensors")
 
@@ -93,7 +97,7 @@ def test_run_that_dies_within_a_snapshot_resumes_bit_for_bit(
     broken = recipes("broken", **changes)
 
     def die(self: Snapshots, *args: Any) -> None:
-        raise KeyboardInterrupt
+        raise Killed
 
     saves, save = 0, Snapshots.save
 
@@ -107,7 +111,7 @@ def test_run_that_dies_within_a_snapshot_resumes_bit_for_bit(
 
     with monkeypatch.context() as patched:
         patched.setattr(Snapshots, "save", save_some)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             train_here(broken)
     monkeypatch.undo()
     train_here(broken)
