@@ -23,7 +23,15 @@ from distill.chat import check_template, prompt_ids, user_opening
 from distill.generate import batched_generate
 from distill.prompts import DATASETS, Prompt, load_prompts
 from distill.self_prompt import SelfPromptConfig
-from distill.store import SHARDS, Manifest, PromptSource, open_store, read_manifest, write_manifest
+from distill.store import (
+    SHARDS,
+    Manifest,
+    PromptSource,
+    read_manifest,
+    rows_in,
+    shard_files,
+    write_manifest,
+)
 from distill.writer import Clock, Plan, Writer
 from heads.base import TargetIdentity
 from heads.errors import UserError
@@ -207,7 +215,7 @@ def _is_finished(
     folder: Path, manifest: Manifest, config: RespondConfig, target: TargetModel | None
 ) -> bool:
     """Whether all is there; without loading the target when its name says enough."""
-    if not manifest.complete or len(open_store(folder)) < manifest.counts.rows:
+    if not manifest.complete or sum(map(rows_in, shard_files(folder))) < manifest.counts.rows:
         return False
     named = (manifest.target.name, manifest.target.dtype) == (config.target, config.dtype)
     if target is None and not named:

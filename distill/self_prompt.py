@@ -22,8 +22,9 @@ from infer.target import TargetModel
 
 MIN_CHARACTERS = 8
 MAX_REPEATED_SHARE = 0.5
-# Below this share of usable questions, after so many written, no more are tried.
+# A target is given up when fewer of its last questions than this were usable and new.
 MIN_USABLE_SHARE = 0.02
+ROUNDS_LOOKED_AT = 3
 
 
 class SelfPromptConfig(Strict):
@@ -97,11 +98,13 @@ def _text(target: TargetModel, tokens: Sequence[int]) -> str:
     return str(target.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)).strip()
 
 
-def refuse_unproductive(kept: int, written: int) -> None:
-    """Raise UserError when hardly any question was usable."""
-    if kept < MIN_USABLE_SHARE * written:
+def refuse_unproductive(kept: Sequence[int], per_round: int) -> None:
+    """Raise UserError when hardly any question of the last rounds was usable and new."""
+    recent = kept[-ROUNDS_LOOKED_AT:]
+    written = per_round * len(recent)
+    if len(recent) == ROUNDS_LOOKED_AT and sum(recent) < MIN_USABLE_SHARE * written:
         raise UserError(
-            f"the target wrote {written} questions of which {kept} were usable and new; expected "
-            f"at least {MIN_USABLE_SHARE:.0%}: raise self_prompt.max_question_tokens, lower "
-            "self_prompt.count, or give prompts of your own (prompts=FILE self_prompt=null)"
+            f"of the last {written} questions that the target wrote {sum(recent)} were usable and "
+            f"new; expected {MIN_USABLE_SHARE:.0%} or more: raise self_prompt.max_question_tokens, "
+            "lower self_prompt.count, or give prompts of your own (prompts=FILE self_prompt=null)"
         )

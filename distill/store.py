@@ -115,7 +115,7 @@ class Store:
 
     def __len__(self) -> int:
         """How many rows there are."""
-        return sum(_reading(shard, pq.read_metadata).num_rows for shard in self.shards)
+        return sum(rows_in(shard) for shard in self.shards)
 
     def rows(self) -> list[Row]:
         """Every row, in the order of the shards.
@@ -141,7 +141,7 @@ def open_store(path: str | Path) -> Store:
             f"{path} is not a data set: no {MANIFEST} in it; expected a folder written by "
             "outrider respond"
         )
-    store = Store(path, manifest, sorted((path / SHARDS).glob("*.parquet")))
+    store = Store(path, manifest, shard_files(path))
     found = len(store)
     if found < manifest.counts.rows:
         raise UserError(
@@ -174,6 +174,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     write_whole(path / MANIFEST, lambda file: file.write_text(text))
 
 
+def shard_files(path: Path) -> list[Path]:
+    """The shards that are there, in their order."""
+    return sorted((path / SHARDS).glob("*.parquet"))
+
+
 def shard_path(path: Path, name: str) -> Path:
     """Where the shard of a batch lies."""
     return path / SHARDS / f"{name}.parquet"
@@ -198,6 +203,11 @@ def read_shard(file: Path) -> list[Row]:
         raise UserError(f"{file} lacks the columns {', '.join(sorted(missing))}")
     columns = [table.column(f.name).to_pylist() for f in fields(Row)]
     return [Row(*values) for values in zip(*columns, strict=True)]
+
+
+def rows_in(file: Path) -> int:
+    """How many rows a shard holds."""
+    return int(_reading(file, pq.read_metadata).num_rows)
 
 
 def dropped_in(file: Path) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from distill.answer import Answering, answer_batch, row_seed
@@ -36,7 +37,7 @@ from distill.store import (
 from infer.degenerate import is_degenerate
 from infer.target import TargetModel
 
-QUESTIONS = "questions"
+QUESTIONS, ANSWERS = "questions", "answers"
 # Batches of answers that one round of questions is meant to fill.
 BATCHES_PER_ROUND = 4
 
@@ -58,7 +59,7 @@ class Plan:
 class Clock:
     """A budget of wall clock: work begins when the last piece of its kind would have fitted.
 
-    The first piece of a kind is always done, so that every call gets on.
+    Every call may answer one batch, so that it gets on and the data set is not empty.
     """
 
     limit_minutes: float | None
@@ -67,9 +68,10 @@ class Clock:
 
     def allows(self, kind: str) -> bool:
         """Whether another piece of this kind may begin."""
-        if self.limit_minutes is None or kind not in self.last_s:
+        if self.limit_minutes is None or ANSWERS not in self.last_s:
             return True
-        return time.monotonic() - self.started_s + self.last_s[kind] <= self.limit_minutes * 60
+        expected_s = time.monotonic() - self.started_s + self.last_s.get(kind, 0.0)
+        return expected_s <= self.limit_minutes * 60
 
     def spent(self, kind: str, since_s: float) -> float:
         """Note how long a piece took."""
@@ -102,7 +104,7 @@ class Writer:
             file = shard_path(self.folder, name)
             if file.exists():
                 rows, dropped = read_shard(file), dropped_in(file)
-            elif self.clock.allows("answers"):
+            elif self.clock.allows(ANSWERS):
                 rows, dropped = self._answer(file, prompts)
             else:
                 self.stopped = "max_minutes"
@@ -119,7 +121,7 @@ class Writer:
         rows = answer_batch(self.target, prompts, self.plan.answering)
         dropped = len(prompts) - len(rows)
         write_shard(file, rows, dropped)
-        self.answering_s += self.clock.spent("answers", since_s)
+        self.answering_s += self.clock.spent(ANSWERS, since_s)
         self.new_tokens += sum(sum(row.loss_mask) for row in rows)
         self.progress(self._line(self.counts + count_rows(rows, dropped)))
         return rows, dropped
@@ -163,16 +165,20 @@ class Writer:
         assert config is not None
         seen: set[str] = set()
         waiting: list[Prompt] = []
-        for number in range(10**6):
+        new: list[int] = []
+        for number in count():
             questions = self._question_round(config, number)
             if questions is None:
                 return
+            before = len(seen)
             for index, text in enumerate(questions.texts):
                 if normalised(text) not in seen and len(seen) < config.count:
                     seen.add(normalised(text))
                     message = {"role": "user", "content": text}
                     waiting.append(Prompt(f"self-{number:04d}-{index:03d}", "self", (message,)))
+            new.append(len(seen) - before)
             self._count_questions(questions, len(seen))
+            refuse_unproductive(new, questions.written)
             done = len(seen) == config.count
             size = self.plan.batch_size
             ready = len(waiting) if done else len(waiting) // size * size
@@ -187,7 +193,7 @@ class Writer:
         saved = load_round(file)
         if saved is not None:
             return saved
-        if not self.clock.allows("questions"):
+        if not self.clock.allows(QUESTIONS):
             self.stopped = "max_minutes"
             return None
         since_s, size = time.monotonic(), BATCHES_PER_ROUND * self.plan.batch_size
@@ -195,14 +201,13 @@ class Writer:
         seeds = [row_seed(seed, f"self-{number:04d}-{index:03d}", "ask") for index in range(size)]
         questions = write_questions(self.target, config, seeds)
         save_round(file, questions)
-        self.clock.spent("questions", since_s)
+        self.clock.spent(QUESTIONS, since_s)
         return questions
 
     def _count_questions(self, questions: QuestionRound, kept: int) -> None:
         self.questions.update(questions.dropped)
         self.questions["written"] += questions.written
         self.questions["kept"] = kept
-        refuse_unproductive(kept, self.questions["written"])
         self.progress(f"respond | questions {kept:,} of {self.questions['written']:,} written")
 
     def _line(self, counts: Counts) -> str:
