@@ -7,11 +7,8 @@ was made from: a difference is then the export's, the engine's or our loop's, an
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.table import Table
-
-from heads.base import check_contract
+from heads.base import Drafter, check_contract
 from heads.errors import UserError
 from heads.tree import chain
 from infer.acceptance import Counts, PromptRecord, Question
@@ -24,11 +21,12 @@ from infer.engines import (
     find_vllm_python,
 )
 from infer.export import ENGINES, Exported, read_back
-from infer.loop import GenerationSettings, speculative_generate
+from infer.loop import Generation, GenerationSettings, speculative_generate
+from infer.parity import TOLERANCE, CheckResult
+from infer.replay import replay
 from infer.target import TargetModel, resolve
 
-TOLERANCE = {"float32": 0.01, "bfloat16": 0.03}
-"""How far acceptance lengths may differ: in bfloat16 texts of different code paths part soon."""
+__all__ = ["CheckResult", "CheckSettings", "check", "open_exported"]
 
 
 @dataclass(frozen=True)
@@ -45,75 +43,6 @@ class CheckSettings:
     kv_gib: int = 1
     seed: int = 0
     timeout_s: int = 600
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Both sides' counts, and how many prompts gave the same text on both."""
-
-    exported: str
-    engine: str
-    settings: dict[str, Any]
-    ours: Counts
-    engines: Counts
-    identical: int
-    tolerance: float
-
-    @property
-    def difference(self) -> float:
-        """The engine's acceptance length over ours, less one."""
-        return self.engines.acceptance_length / self.ours.acceptance_length - 1
-
-    @property
-    def passed(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        return abs(self.difference) <= self.tolerance
-
-    @property
-    def verdict(self) -> str:
-        """One line."""
-        relation = "within" if self.passed else "OUTSIDE"
-        return (
-            f"acceptance length differs by {self.difference:+.2%}, {relation} the tolerance of "
-            f"{self.tolerance:.0%}; {self.identical} of {self.ours.prompts} texts are identical"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, by the names that reports use."""
-        return {
-            "exported": self.exported,
-            "engine": self.engine,
-            "settings": self.settings,
-            "ours": _side(self.ours),
-            "engine_side": _side(self.engines),
-            "difference": self.difference,
-            "tolerance": self.tolerance,
-            "passed": self.passed,
-            "identical": self.identical,
-            "identical_share": self.identical / self.ours.prompts,
-        }
-
-    def table(self) -> Table:
-        """Both sides, row by row."""
-        title = f"{self.exported}, K = {self.settings['num_speculative_tokens']}"
-        table = Table("", "ours", self.engine, "difference", title=f"{title}: {self.verdict}")
-        for name, ours, theirs, form in self._rows():
-            table.add_row(
-                name, format(ours, form), format(theirs, form), format(theirs - ours, "+" + form)
-            )
-        return table
-
-    def _rows(self) -> list[tuple[str, float, float, str]]:
-        ours, theirs = self.ours, self.engines
-        rates = zip(ours.acceptance_rate, theirs.acceptance_rate, strict=True)
-        return [
-            ("acceptance length", ours.acceptance_length, theirs.acceptance_length, ".4f"),
-            *((f"accepted at {k}", a, b, ".4f") for k, (a, b) in enumerate(rates, start=1)),
-            ("rounds", ours.rounds, theirs.rounds, ",d"),
-            ("draft tokens", ours.drafted, theirs.drafted, ",d"),
-            ("accepted", ours.accepted, theirs.accepted, ",d"),
-            ("new tokens", ours.tokens, theirs.tokens, ",d"),
-        ]
 
 
 def open_exported(folder: Path, engine: str = "vllm") -> Exported:
@@ -144,7 +73,8 @@ def check(
     depth = engine.depth(settings.num_speculative_tokens, deepest)
     refuse_depth(depth, deepest, exported)
     refuse_prompts(questions, target, settings, depth)
-    outputs, ours = measure_ours(exported, target, questions, settings, depth)
+    drafter = exported.bound(target.dtype, target.device, target.shared.embed_VD)
+    outputs, ours = measure_ours(target, drafter, questions, settings, depth)
     run = engine.run(
         EngineJob(
             prompts=[question.token_ids for question in questions],
@@ -173,18 +103,20 @@ def check(
         engines=engine_counts(run, depth),
         identical=sum(a == b for a, b in zip(outputs, run.outputs, strict=True)),
         tolerance=TOLERANCE[dtype],
+        replayed=None
+        if outputs == run.outputs
+        else measure_replay(target, drafter, questions, run.outputs, depth),
     )
 
 
 def measure_ours(
-    exported: Exported,
     target: TargetModel,
+    drafter: Drafter,
     questions: Sequence[Question],
     settings: CheckSettings,
     depth: int,
 ) -> tuple[list[list[int]], Counts]:
-    """New token ids of every question, and the counts, from our loop with the read-back drafter."""
-    drafter = exported.bound(target.dtype, target.device, target.shared.embed_VD)
+    """New token ids of every question, and the counts, from our loop."""
     generation = GenerationSettings(
         max_new_tokens=settings.max_new_tokens, shape=chain(depth), seed=settings.seed
     )
@@ -192,8 +124,22 @@ def measure_ours(
         speculative_generate(target, drafter, list(question.token_ids), generation)
         for question in questions
     ]
-    records = [PromptRecord.of(q, g) for q, g in zip(questions, done, strict=True)]
-    return [g.tokens for g in done], _with_positions(Counts.of(records), depth)
+    return [g.tokens for g in done], _counts(questions, done, depth)
+
+
+def measure_replay(
+    target: TargetModel,
+    drafter: Drafter,
+    questions: Sequence[Question],
+    texts: Sequence[list[int]],
+    depth: int,
+) -> Counts:
+    """The counts of our drafter along the texts that the engine wrote."""
+    done = [
+        replay(target, drafter, list(question.token_ids), text, depth)
+        for question, text in zip(questions, texts, strict=True)
+    ]
+    return _counts(questions, done, depth)
 
 
 def engine_counts(run: EngineRun, depth: int) -> Counts:
@@ -273,18 +219,11 @@ def _needed(question: Question, settings: CheckSettings, depth: int) -> int:
     return len(question.token_ids) + settings.max_new_tokens + depth + 1
 
 
-def _with_positions(counts: Counts, depth: int) -> Counts:
-    """The counts with an entry for every one of the K positions."""
+def _counts(questions: Sequence[Question], done: Sequence[Generation], depth: int) -> Counts:
+    """The sums, with an entry for every one of the K positions."""
+    counts = Counts.of([PromptRecord.of(q, g) for q, g in zip(questions, done, strict=True)])
     if counts.rounds == 0:
         raise UserError("every answer ended with its first token; give prompts with longer answers")
     accepted = counts.accepted_per_position
     padded = accepted + [0] * (depth - len(accepted))
     return Counts(**asdict(counts) | {"accepted_per_position": padded})
-
-
-def _side(counts: Counts) -> dict[str, Any]:
-    return {
-        "acceptance_length": counts.acceptance_length,
-        "acceptance_rate": counts.acceptance_rate,
-        "counts": asdict(counts),
-    }
