@@ -188,8 +188,11 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms_BA: Tensor) -> Tensor
 
 
 def _weights(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Unnormalised float32 probabilities [B, V] before top-p; the largest is 1."""
-    scaled_BV = logits_BV.float() / sampling.temperature
+    """Unnormalised float32 probabilities [B, V] before top-p; the largest is 1.
+
+    In place: the time goes into fresh memory, not into the arithmetic.
+    """
+    scaled_BV = logits_BV.float().div_(sampling.temperature)
     if 0 < sampling.top_k < scaled_BV.shape[-1]:
         kth_B1 = scaled_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         scaled_BV.masked_fill_(scaled_BV < kth_B1, float("-inf"))
@@ -217,10 +220,12 @@ def _outside(weights_BV: Tensor, tokens_B: Tensor, top_p: float) -> Tensor:
 def _draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Token ids [B] by inverse transform: the block that the number falls into, then the token."""
     num_rows, size = weights_BV.shape
-    padded = torch.nn.functional.pad(weights_BV, (0, -size % BLOCK)).view(num_rows, -1, BLOCK)
-    sums_BK = padded.sum(-1).double()
+    if size % BLOCK:
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, -size % BLOCK))
+    blocks = weights_BV.view(num_rows, -1, BLOCK)
+    sums_BK = blocks.sum(-1).double()
     block_B, rest_B = _search(sums_BK, uniform_B.double() * sums_BK.sum(-1))
-    inner_BK = padded[torch.arange(num_rows, device=block_B.device), block_B].double()
+    inner_BK = blocks[torch.arange(num_rows, device=block_B.device), block_B].double()
     token_B, _ = _search(inner_BK, rest_B)
     return block_B * BLOCK + token_B
 
