@@ -198,12 +198,15 @@ class Logbook:
         if self.recipe.trackers:
             self.engine.accelerator.log(scalars(record), step=record["step"])
 
-    def close(self) -> None:
-        """Let go of the terminal and the trackers."""
-        if self.bar is not None:
-            self.bar.stop()
+    def finish(self) -> None:
+        """Let the trackers end their run."""
         if self.recipe.trackers:
             self.engine.accelerator.end_training()
+
+    def close(self) -> None:
+        """Give the terminal back, also after an error."""
+        if self.bar is not None:
+            self.bar.stop()
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:

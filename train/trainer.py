@@ -74,9 +74,12 @@ def train(kind: str, recipe: Recipe) -> None:
     torch.manual_seed(derive(recipe.seed))
     drafter = drafter_class(kind).create(config, target.identity, target.shared, corpus.vocab)
     run = Run.prepare(recipe, target, corpus, drafter)
-    run.start(snapshot)
-    run.learn()
-    run.end()
+    try:
+        run.start(snapshot)
+        run.learn()
+        run.end()
+    finally:
+        run.logbook.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -200,7 +203,7 @@ class Run:
                 },
             )
         self.engine.wait()
-        self.logbook.close()
+        self.logbook.finish()
 
     def one_step(self) -> None:
         """The next step, into the meters."""
