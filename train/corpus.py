@@ -41,7 +41,7 @@ def needs_responses(recipe: Recipe) -> bool:
 
 
 def write_responses(recipe: Recipe) -> None:
-    """Let the target answer the prompts of the respond recipe, into the store's place."""
+    """Let this run's own target answer the respond recipe's prompts, into the store's place."""
     from distill.respond import RespondConfig, respond
 
     assert recipe.data.respond is not None
@@ -49,7 +49,12 @@ def write_responses(recipe: Recipe) -> None:
     inside = CONFIGS.parent / path
     if not path.exists() and inside.exists():
         path = inside
-    respond(load_recipe(RespondConfig, path, [f"output={recipe.data.path}"]))
+    same = {"output": recipe.data.path} | {
+        ("target" if name == "name" else name): value
+        for name, value in recipe.target.model_dump().items()
+        if value is not None
+    }
+    respond(load_recipe(RespondConfig, path, [f"{key}={value}" for key, value in same.items()]))
 
 
 def load_corpus(recipe: Recipe, target: TargetModel, draft_vocab_size: int | None) -> Corpus:

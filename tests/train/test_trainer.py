@@ -144,6 +144,37 @@ def test_target_is_neither_optimised_nor_changed(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_missing_responses_are_written_first(recipes: Recipes, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(f"What is {number}?" for number in range(12)))
+    respond = tmp_path / "respond.yaml"
+    respond.write_text(
+        f"target: demo\noutput: elsewhere\nprompts: {prompts}\nmax_new_tokens: 12\ntemperature: 1\n"
+    )
+    path = recipes(
+        data={
+            "path": str(tmp_path / "answers"),
+            "respond": str(respond),
+            "validation_share": 0.3,
+            "sequence_length": 96,
+        },
+        stop={"max_steps": 1},
+    )
+    output = train_here(path)
+    assert (tmp_path / "answers" / "manifest.json").is_file()
+    assert (output / "best").is_dir() and not Path("elsewhere").exists()
+
+
+def test_wall_clock_ends_a_run_and_its_schedule(recipes: Recipes) -> None:
+    output = train_here(
+        recipes(stop={"max_minutes": 0.02}, eval__eval_every=10_000, save={"every": 10_000})
+    )
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] > 1 and 1.2 <= summary["elapsed_s"] < 60
+    rates = [record["lr"] for record in records(output, "train")]
+    assert rates[-1] < max(rates)
+
+
 def refused(capsys: pytest.CaptureFixture[str], recipe: Path, *overrides: str) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
