@@ -157,7 +157,10 @@ def remarks(reports: Sequence[AcceptanceReport]) -> list[str]:
 def to_json(reports: Sequence[AcceptanceReport]) -> dict[str, Any]:
     """The comparison's record: one report a drafter, and paired differences to the first one."""
     pairs = [paired_difference(report, reports[0]) for report in reports[1:]]
-    return clean({"drafters": {r.name: r.to_json() for r in reports}, "paired": pairs})
+    record: dict[str, Any] = clean(
+        {"drafters": {r.name: r.to_json() for r in reports}, "paired": pairs}
+    )
+    return record
 
 
 def clean(value: Any) -> Any:
