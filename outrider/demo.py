@@ -30,7 +30,7 @@ def run_demo(output: Path, console: Console) -> None:
     _respond(output)
     step(2, "a drafter learns from the answers")
     for kind in KINDS:
-        _train(kind, output)
+        _train(kind, output, console)
     step(3, "acceptance and speed against plain decoding and prompt lookup")
     drafters = [str(output / kind / "best") for kind in KINDS]
     reports = measure_drafters([*drafters, "ngram"], MEASURE, console)
@@ -52,9 +52,13 @@ def _respond(output: Path) -> None:
     respond(load_recipe(RespondConfig, CONFIGS / "respond.yaml", overrides))
 
 
-def _train(kind: str, output: Path) -> None:
+def _train(kind: str, output: Path, console: Console) -> None:
     from train.launch import launch
+    from train.snapshots import SUMMARY
 
+    if (output / kind / SUMMARY).exists():
+        console.print(f"{output / kind} holds a finished run; remove it to train again")
+        return
     overrides = [f"data.path={output / 'data'}", f"output={output / kind}"]
     status = launch(kind, None, overrides)
     if status == 2:

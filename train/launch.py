@@ -6,7 +6,7 @@ from pathlib import Path
 
 from heads.base import drafter_class, drafter_kinds
 from heads.errors import UserError, unknown_name
-from train.recipe import load_training_recipe
+from train.recipe import CONFIGS, load_training_recipe
 
 SCRIPTS = Path(__file__).resolve().parent
 
@@ -26,12 +26,11 @@ def launch(
     arguments = [str(SCRIPTS / f"{kind}.py")]
     arguments += ["--config", str(config)] if config is not None else []
     launcher = [sys.executable]
-    if launch_config is not None or num_processes > 1:
-        launcher += ["-m", "accelerate.commands.launch"]
-        if launch_config is not None:
-            if not launch_config.is_file():
-                raise UserError(f"no such accelerate config: {launch_config}")
-            launcher += ["--config_file", str(launch_config)]
-        if num_processes > 1:
-            launcher += ["--num_processes", str(num_processes)]
+    if launch_config is None and num_processes > 1:
+        launch_config = CONFIGS / "accelerate" / "ddp.yaml"
+    if launch_config is not None:
+        if not launch_config.is_file():
+            raise UserError(f"no such accelerate config: {launch_config}")
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", str(launch_config)]
+        launcher += ["--num_processes", str(num_processes)] if num_processes > 1 else []
     return subprocess.run([*launcher, *arguments, *overrides], check=False).returncode
