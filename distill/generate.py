@@ -26,6 +26,8 @@ COMPACT_AT = 0.75
 # Draws against the nucleus before the exact way that sorts.
 ATTEMPTS = 8
 BLOCK = 256
+# Rows that tokens are drawn for at once: more need memory that has to be fetched anew each step.
+DRAW_ROWS = 64
 
 
 def batched_generate(
@@ -167,6 +169,9 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms_BA: Tensor) -> Tensor
     left has the truncated distribution. A row still outside after all attempts (a small top_p) is
     drawn from the sorted distribution with its last random number.
     """
+    if logits_BV.shape[0] > DRAW_ROWS:
+        parts = [slice(i, i + DRAW_ROWS) for i in range(0, len(logits_BV), DRAW_ROWS)]
+        return torch.cat([choose(logits_BV[p], sampling, uniforms_BA[p]) for p in parts])
     if sampling.greedy:
         return logits_BV.float().argmax(-1)  # several times faster than in bfloat16 on a CPU
     weights_BV = _weights(logits_BV, sampling)
@@ -192,7 +197,7 @@ def _weights(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
     In place: the time goes into fresh memory, not into the arithmetic.
     """
-    scaled_BV = logits_BV.float().div_(sampling.temperature)
+    scaled_BV = logits_BV.to(torch.float32, copy=True).div_(sampling.temperature)
     if 0 < sampling.top_k < scaled_BV.shape[-1]:
         kth_B1 = scaled_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         scaled_BV.masked_fill_(scaled_BV < kth_B1, float("-inf"))

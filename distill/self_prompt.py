@@ -24,7 +24,7 @@ MIN_CHARACTERS = 8
 MAX_REPEATED_SHARE = 0.5
 # A target is given up when fewer of its last questions than this were usable and new.
 MIN_USABLE_SHARE = 0.02
-ROUNDS_LOOKED_AT = 3
+QUESTIONS_LOOKED_AT = 200
 
 
 class SelfPromptConfig(Strict):
@@ -98,13 +98,19 @@ def _text(target: TargetModel, tokens: Sequence[int]) -> str:
     return str(target.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)).strip()
 
 
-def refuse_unproductive(kept: Sequence[int], per_round: int) -> None:
-    """Raise UserError when hardly any question of the last rounds was usable and new."""
-    recent = kept[-ROUNDS_LOOKED_AT:]
-    written = per_round * len(recent)
-    if len(recent) == ROUNDS_LOOKED_AT and sum(recent) < MIN_USABLE_SHARE * written:
+def refuse_unproductive(kept: Sequence[int], written: Sequence[int]) -> None:
+    """Raise UserError when hardly any of the last questions was usable and new.
+
+    Both count a round's questions: those kept, and those written.
+    """
+    recent = tried = 0
+    for new, asked in zip(reversed(kept), reversed(written), strict=True):
+        recent, tried = recent + new, tried + asked
+        if tried >= QUESTIONS_LOOKED_AT:
+            break
+    if tried >= QUESTIONS_LOOKED_AT and recent < MIN_USABLE_SHARE * tried:
         raise UserError(
-            f"of the last {written} questions that the target wrote {sum(recent)} were usable and "
-            f"new; expected {MIN_USABLE_SHARE:.0%} or more: raise self_prompt.max_question_tokens, "
+            f"of the last {tried} questions that the target wrote {recent} were usable and new; "
+            f"expected {MIN_USABLE_SHARE:.0%} or more: raise self_prompt.max_question_tokens, "
             "lower self_prompt.count, or give prompts of your own (prompts=FILE self_prompt=null)"
         )

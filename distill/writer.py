@@ -165,9 +165,9 @@ class Writer:
         assert config is not None
         seen: set[str] = set()
         waiting: list[Prompt] = []
-        new: list[int] = []
+        kept, written = list[int](), list[int]()
         for number in count():
-            questions = self._question_round(config, number)
+            questions = self._question_round(config, number, config.count - len(seen))
             if questions is None:
                 return
             before = len(seen)
@@ -175,10 +175,11 @@ class Writer:
                 if normalised(text) not in seen and len(seen) < config.count:
                     seen.add(normalised(text))
                     message = {"role": "user", "content": text}
-                    waiting.append(Prompt(f"self-{number:04d}-{index:03d}", "self", (message,)))
-            new.append(len(seen) - before)
+                    waiting.append(Prompt(_question_id(number, index), "self", (message,)))
+            kept.append(len(seen) - before)
+            written.append(questions.written)
             self._count_questions(questions, len(seen))
-            refuse_unproductive(new, questions.written)
+            refuse_unproductive(kept, written)
             done = len(seen) == config.count
             size = self.plan.batch_size
             ready = len(waiting) if done else len(waiting) // size * size
@@ -187,7 +188,9 @@ class Writer:
                 return
             waiting = waiting[ready:]
 
-    def _question_round(self, config: SelfPromptConfig, number: int) -> QuestionRound | None:
+    def _question_round(
+        self, config: SelfPromptConfig, number: int, missing: int
+    ) -> QuestionRound | None:
         """A round of questions, read or written; None when the time is up."""
         file = self.folder / QUESTIONS / f"{number:04d}.json"
         saved = load_round(file)
@@ -196,9 +199,10 @@ class Writer:
         if not self.clock.allows(QUESTIONS):
             self.stopped = "max_minutes"
             return None
-        since_s, size = time.monotonic(), BATCHES_PER_ROUND * self.plan.batch_size
+        since_s, batch = time.monotonic(), self.plan.batch_size
+        size = min(BATCHES_PER_ROUND * batch, max(batch, missing + missing // 4))
         seed = self.plan.answering.seed
-        seeds = [row_seed(seed, f"self-{number:04d}-{index:03d}", "ask") for index in range(size)]
+        seeds = [row_seed(seed, _question_id(number, index), "ask") for index in range(size)]
         questions = write_questions(self.target, config, seeds)
         save_round(file, questions)
         self.clock.spent(QUESTIONS, since_s)
@@ -224,6 +228,10 @@ class Writer:
             f"tokens {counts.response_tokens:,}{of_limit} | {speed:,.0f} tok/s | "
             f"eta {max(left_s, 0) / 60:.0f} min"
         )
+
+
+def _question_id(number: int, index: int) -> str:
+    return f"self-{number:04d}-{index:03d}"
 
 
 def count_rows(rows: Sequence[Row], dropped_empty: int) -> Counts:

@@ -111,6 +111,13 @@ def test_choose_draws_with_the_probabilities_of_sampling(sampling: Sampling, siz
     assert ((found - probs).abs() <= 5 * deviation + 1e-6).all()
 
 
+def test_drawing_leaves_the_logits_as_they_are() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    choose(logits, Sampling(0.5, top_k=9, top_p=0.7), torch.rand(3, 9))
+    assert torch.equal(logits, before)
+
+
 def test_greedy_choice_is_the_first_of_the_largest_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 1.0, 3.0, 3.0]], dtype=torch.bfloat16)
     assert choose(logits, Sampling(), torch.empty(2, 0)).tolist() == [1, 0]

@@ -93,7 +93,7 @@ def test_a_target_that_asks_nothing_new_is_given_up(
 ) -> None:
     same = QuestionRound(texts=("The same one?",), written=16, dropped={"no_end": 15})
     monkeypatch.setattr("distill.writer.write_questions", lambda *given: same)
-    with pytest.raises(UserError, match=r"of the last 48 questions .* 0 were usable and new"):
+    with pytest.raises(UserError, match=r"of the last 208 questions .* 1 were usable and new"):
         respond(config(tmp_path / "d"), tiny_target, quiet)
 
 
