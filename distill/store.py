@@ -186,7 +186,7 @@ def shard_path(path: Path, name: str) -> Path:
 
 def write_shard(file: Path, rows: Iterable[Row], dropped_empty: int = 0) -> None:
     """Write rows as one shard, with how many of its batch were dropped."""
-    columns = {f.name: [] for f in fields(Row)}  # type: dict[str, list[Any]]
+    columns: dict[str, list[Any]] = {field.name: [] for field in fields(Row)}
     for row in rows:
         for name, value in asdict(row).items():
             columns[name].append(value)
@@ -201,7 +201,7 @@ def read_shard(file: Path) -> list[Row]:
     missing = set(SCHEMA.names) - set(table.column_names)
     if missing:
         raise UserError(f"{file} lacks the columns {', '.join(sorted(missing))}")
-    columns = [table.column(f.name).to_pylist() for f in fields(Row)]
+    columns = [table.column(field.name).to_pylist() for field in fields(Row)]
     return [Row(*values) for values in zip(*columns, strict=True)]
 
 
