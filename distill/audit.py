@@ -28,14 +28,14 @@ WORST_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Evaluation prompts that share a run of `ngram` words with the data.
+    """Evaluation prompts that share a run of `n` words with the data.
 
     Prompts with fewer words can only be equal to a training prompt; `num_short` counts them.
     `shared` maps the id of each prompt that overlaps to the share of its runs found in the data.
     """
 
     name: str
-    ngram: int
+    n: int
     num_prompts: int
     num_short: int
     shared: dict[str, float]
@@ -104,21 +104,21 @@ def audit(
     evaluation: str | Path | None = None,
     limit: int = 3,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    ngram: int = 13,
+    n: int = 13,
 ) -> AuditReport:
     """Look through a data set; show `limit` rows, and its overlap with an evaluation prompt file.
 
     `tokenizer`: None loads the one of the target that the data set names.
     """
-    if ngram < 1:
-        raise UserError(f"n-grams of {ngram} words asked for; expected 1 or more (13 is usual)")
+    if n < 1:
+        raise UserError(f"n-grams of {n} words asked for; expected 1 or more (13 is usual)")
     store = open_store(store_path)
     prompts = load_prompts(evaluation) if evaluation is not None else []
     tokenizer = tokenizer or _tokenizer_of(store)
     rows = store.rows()
     overlap = None
     if evaluation is not None:
-        overlap = _overlap(prompts, rows, tokenizer, ngram, str(evaluation))
+        overlap = _overlap(prompts, rows, tokenizer, n, str(evaluation))
     return _report(store, rows, tokenizer, limit, overlap)
 
 
@@ -196,14 +196,14 @@ def _overlap(
     prompts: Sequence[Prompt],
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
-    ngram: int,
+    n: int,
     name: str,
 ) -> Overlap:
     """Runs of words are taken from the evaluation, so memory does not grow with the data."""
     wanted: dict[str, set[str]] = {}
-    short = {p.id: normalised(p.text) for p in prompts if len(_words(p.text)) < ngram}
+    short = {p.id: normalised(p.text) for p in prompts if len(_words(p.text)) < n}
     for prompt in prompts:
-        wanted[prompt.id] = set(_ngrams(prompt.text, ngram))
+        wanted[prompt.id] = set(_ngrams(prompt.text, n))
     everything = set[str]().union(*wanted.values())
     found: set[str] = set()
     asked: set[str] = set()
@@ -211,7 +211,7 @@ def _overlap(
         asked.add(normalised(row.prompt))
         answer = str(tokenizer.decode(_parts(row)[1], skip_special_tokens=True))
         for text in (row.prompt, answer):
-            found.update(gram for gram in _ngrams(text, ngram) if gram in everything)
+            found.update(gram for gram in _ngrams(text, n) if gram in everything)
     shared, examples = {}, {}
     for name_, grams in wanted.items():
         common = grams & found
@@ -219,7 +219,7 @@ def _overlap(
             shared[name_], examples[name_] = len(common) / len(grams), min(common)
         elif short.get(name_) in asked:
             shared[name_], examples[name_] = 1.0, short[name_]
-    return Overlap(name, ngram, len(prompts), len(short), shared, examples)
+    return Overlap(name, n, len(prompts), len(short), shared, examples)
 
 
 def _words(text: str) -> list[str]:
@@ -235,7 +235,7 @@ def _rendered(overlap: Overlap) -> list[RenderableType]:
     """The overlap in a sentence, and the worst of it in a table."""
     sentence = (
         f"\n{len(overlap.shared):,} of {overlap.num_prompts:,} prompts of {overlap.name} "
-        f"({overlap.share:.1%}) share {overlap.ngram} words in a row with the data"
+        f"({overlap.share:.1%}) share {overlap.n} words in a row with the data"
     )
     if overlap.num_short:
         sentence += f"; {overlap.num_short:,} are shorter and were compared as a whole"

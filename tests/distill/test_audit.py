@@ -101,8 +101,8 @@ def test_overlap_is_found_in_prompts_and_in_answers(
 def test_a_longer_ngram_finds_less(data: Path, tmp_path: Path, tiny_target: TargetModel) -> None:
     file = evaluation(tmp_path / "e.jsonl", {"a": [f"{LONG} and more"], "b": ["No overlap"]})
     found = [
-        len(audit(data, file, tokenizer=tiny_target.tokenizer, ngram=n).overlap.shared)  # type: ignore[union-attr]
-        for n in (5, 14, 15)
+        len(audit(data, file, tokenizer=tiny_target.tokenizer, n=size).overlap.shared)  # type: ignore[union-attr]
+        for size in (5, 14, 15)
     ]
     assert found == [1, 1, 0]
 
@@ -143,4 +143,4 @@ def test_bad_input_is_refused(data: Path, tmp_path: Path, tiny_target: TargetMod
     with pytest.raises(UserError, match="is not a data set"):
         audit(tmp_path / "none", tokenizer=tiny_target.tokenizer)
     with pytest.raises(UserError, match="n-grams of 0 words"):
-        audit(data, tokenizer=tiny_target.tokenizer, ngram=0)
+        audit(data, tokenizer=tiny_target.tokenizer, n=0)
