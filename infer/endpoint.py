@@ -55,11 +55,12 @@ class VllmServer:
         self.url = re.sub(r"/v1$", "", url.rstrip("/"))
         self.timeout_s = timeout_s
         try:
-            self.model = str(json.loads(self._get("/v1/models"))["data"][0]["id"])
+            served = json.loads(self._get("/v1/models"))["data"][0]
+            self.model, self.max_model_len = str(served["id"]), int(served["max_model_len"])
         except (ValueError, KeyError, IndexError, TypeError):
             raise UserError(
-                f"{self.url}/v1/models lists no model; give the address of a vLLM server, "
-                "such as http://127.0.0.1:8000"
+                f"{self.url}/v1/models lists no model with its max_model_len; give the address of "
+                "a vLLM server, such as http://127.0.0.1:8000"
             ) from None
         self.num_speculative_tokens = len(self.counts().accepted_per_position)
 

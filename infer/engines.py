@@ -21,6 +21,8 @@ from heads.errors import UserError
 
 PYTHON_VARIABLE = "OUTRIDER_VLLM_PYTHON"
 LOCAL_PYTHON = Path(".venv-vllm/bin/python")
+GRACE_S = 30
+"""How long after its own alarm an engine may still be ending."""
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 
 
@@ -51,7 +53,12 @@ class EngineRun:
 
 
 class ServingEngine(Protocol):
-    """An engine that a job can be given to."""
+    """An engine that a job can be given to; `max_model_len` is the context that it serves."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that a request may have."""
+        ...
 
     def depth(self, asked: int | None, deepest: int) -> int:
         """The K to compare at: what was asked, or what the engine or the drafter can do."""
@@ -127,7 +134,7 @@ class VllmProcess:
             )
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout_s + 30)
+                    process.wait(timeout_s + GRACE_S)
             finally:
                 _end_group(process)
         if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):

@@ -72,7 +72,7 @@ def check(
     deepest = exported.drafter.max_depth or settings.num_speculative_tokens or 1
     depth = engine.depth(settings.num_speculative_tokens, deepest)
     refuse_depth(depth, deepest, exported)
-    refuse_prompts(questions, target, settings, depth)
+    refuse_prompts(questions, min(target.max_positions, engine.max_model_len), settings, depth)
     drafter = exported.bound(target.dtype, target.device, target.shared.embed_VD)
     outputs, ours = measure_ours(target, drafter, questions, settings, depth)
     run = engine.run(
@@ -170,7 +170,7 @@ def refuse_depth(depth: int, deepest: int, exported: Exported) -> None:
 
 
 def refuse_prompts(
-    questions: Sequence[Question], target: TargetModel, settings: CheckSettings, depth: int
+    questions: Sequence[Question], max_positions: int, settings: CheckSettings, depth: int
 ) -> None:
     """Raise UserError for prompts at which the engine would count otherwise than we do.
 
@@ -182,11 +182,11 @@ def refuse_prompts(
         needed = _needed(question, settings, depth)
         if len(question.token_ids) < 2:
             raise UserError(f"prompt {question.id} has fewer than two tokens; give a longer one")
-        if needed > target.max_positions:
+        if needed > max_positions:
             raise UserError(
                 f"prompt {question.id} of {len(question.token_ids)} tokens needs {needed} "
-                f"positions and target {target.name} has {target.max_positions}; take a shorter "
-                "prompt or fewer new tokens"
+                f"positions, with its answer and drafts, and {max_positions} are there; "
+                "take a shorter prompt or fewer new tokens"
             )
 
 
