@@ -34,7 +34,7 @@ class PromptRecord:
     `first_divergence` is the first new token that differs from plain greedy decoding (None when the
     texts are identical or were not compared), `margin` the target's top-1 less top-2 logit there.
     `degenerate` marks a text that ends in a loop, `repeated_share` the tokens that complete a
-    3-gram seen before.
+    3-gram seen before; both of the plain text where it was decoded too.
     """
 
     id: str

@@ -99,6 +99,8 @@ def _record(
     margin = None
     if plain is not None and diverged is not None:
         margin = top_margin(target, [*question.token_ids, *plain.tokens[:diverged]])
+    # By the plain text where there is one, so that every drafter is judged on the same prompts.
+    judged = plain.tokens if plain is not None else ours.tokens
     return PromptRecord.of(
         question,
         ours,
@@ -107,8 +109,8 @@ def _record(
         compared=compared,
         first_divergence=diverged,
         margin=margin,
-        degenerate=is_degenerate(ours.tokens),
-        repeated_share=repeated_share(list(question.token_ids), ours.tokens),
+        degenerate=is_degenerate(judged),
+        repeated_share=repeated_share(list(question.token_ids), judged),
         text=target.tokenizer.decode(ours.tokens),
     )
 

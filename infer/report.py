@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -39,6 +40,9 @@ over prompts of tokens per second against plain decoding of the same target in t
 </body></html>
 """
 
+SHOWN = 6
+"""Positions shown in the tables; the JSON holds all."""
+
 Section = dict[str, Any]
 
 
@@ -63,8 +67,8 @@ def sections(reports: Sequence[AcceptanceReport]) -> list[Section]:
 
 
 def _overall(title: str, reports: Sequence[AcceptanceReport]) -> Section:
-    head = ["drafter", "drafts", "prompts", "tau micro", "95 %", "tau macro"]
-    head += ["tokens/s", "plain", "speed-up", "95 %"]
+    head = ["drafter", "drafts", "prompts", "tau (95 %)", "macro"]
+    head += ["tokens/s", "plain", "speed-up (95 %)"]
     rows = []
     for report in reports:
         f, settings = report.figures(), report.settings
@@ -74,13 +78,11 @@ def _overall(title: str, reports: Sequence[AcceptanceReport]) -> Section:
                 report.name,
                 f"{form} of {settings['tree_nodes']}",
                 str(len(report.prompts)),
-                number(f["acceptance_length"]),
-                interval(f["acceptance_length_interval"]),
+                with_interval(f["acceptance_length"], f["acceptance_length_interval"]),
                 number(f["acceptance_length_macro"]),
                 number(f["tokens_per_second"], 1),
                 number(f["baseline_tokens_per_second"], 1),
-                number(f["speedup"]),
-                interval(f["speedup_interval"]),
+                with_interval(f["speedup"], f["speedup_interval"]),
             ]
         )
     return {"title": title, "head": head, "rows": rows}
@@ -96,12 +98,12 @@ def _by_category(reports: Sequence[AcceptanceReport]) -> Section:
 
 
 def _by_position(reports: Sequence[AcceptanceReport]) -> Section:
-    depth = max((len(r.counts.acceptance_rate) for r in reports), default=0)
+    depth = min(SHOWN, max((len(r.counts.acceptance_rate) for r in reports), default=0))
     rows = []
     for report in reports:
         counts = report.counts
         pairs = list(zip(counts.acceptance_rate, counts.conditional_rate, strict=False))
-        cells = [f"{share:.2f} ({given:.2f})" for share, given in pairs]
+        cells = [f"{share:.2f} ({given:.2f})" for share, given in pairs[:depth]]
         rows.append([report.name, *cells, *[""] * (depth - len(cells))])
     head = ["drafter", *(f"@{k + 1}" for k in range(depth))]
     title = "accepted / proposed by position (given that the position before held)"
@@ -122,9 +124,11 @@ def render(reports: Sequence[AcceptanceReport]) -> RenderableType:
     """The tables for a terminal."""
     blocks: list[RenderableType] = []
     for section in sections(reports):
-        table = Table(title=section["title"], title_justify="left", title_style="bold")
+        table = Table(
+            title=section["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD
+        )
         for index, head in enumerate(section["head"]):
-            table.add_column(head, justify="left" if index == 0 else "right")
+            table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
         for row in section["rows"]:
             table.add_row(*row)
         blocks.append(table)
@@ -212,6 +216,6 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def interval(pair: Sequence[float] | None) -> str:
-    """An interval for people."""
-    return "-" if pair is None else f"{pair[0]:.2f}-{pair[1]:.2f}"
+def with_interval(value: float, pair: Sequence[float] | None) -> str:
+    """A figure and its interval for people."""
+    return number(value) + ("" if pair is None else f" ({pair[0]:.2f}-{pair[1]:.2f})")

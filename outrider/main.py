@@ -24,7 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train drafters for speculative decoding, measure them, ship the best one.",
 )
-console = Console(highlight=False)
+# Where there is no terminal whose width counts, the tables get the room they need.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Dotted overrides, such as optimizer.lr=1e-3.")
