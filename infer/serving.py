@@ -7,6 +7,7 @@ was made from: a difference is then the export's, the engine's or our loop's, an
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from heads.base import Drafter, check_contract
 from heads.errors import UserError
@@ -75,37 +76,20 @@ def check(
     refuse_prompts(questions, min(target.max_positions, engine.max_model_len), settings, depth)
     drafter = exported.bound(target.dtype, target.device, target.shared.embed_VD)
     outputs, ours = measure_ours(target, drafter, questions, settings, depth)
-    run = engine.run(
-        EngineJob(
-            prompts=[question.token_ids for question in questions],
-            stop_token_ids=sorted(target.end_tokens),
-            num_speculative_tokens=depth,
-            max_new_tokens=settings.max_new_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            seed=settings.seed,
-            timeout_s=settings.timeout_s,
-        )
-    )
-    dtype = str(target.dtype).removeprefix("torch.")
+    run = engine.run(_job(target, questions, settings, depth))
+    replayed = None
+    if outputs != run.outputs:
+        replayed = measure_replay(target, drafter, questions, run.outputs, depth)
+    described = _describe(target, questions, settings, depth, endpoint)
     return CheckResult(
         exported=str(exported.folder),
         engine=run.engine,
-        settings={
-            **asdict(settings),
-            "num_speculative_tokens": depth,
-            "target": target.name,
-            "dtype": dtype,
-            "temperature": 0.0,
-            "prompts": len(questions),
-            "endpoint": endpoint,
-        },
+        settings=described,
         ours=ours,
         engines=engine_counts(run, depth),
         identical=sum(a == b for a, b in zip(outputs, run.outputs, strict=True)),
-        tolerance=TOLERANCE[dtype],
-        replayed=None
-        if outputs == run.outputs
-        else measure_replay(target, drafter, questions, run.outputs, depth),
+        tolerance=TOLERANCE[described["dtype"]],
+        replayed=replayed,
     )
 
 
@@ -188,6 +172,39 @@ def refuse_prompts(
                 f"positions, with its answer and drafts, and {max_positions} are there; "
                 "take a shorter prompt or fewer new tokens"
             )
+
+
+def _job(
+    target: TargetModel, questions: Sequence[Question], settings: CheckSettings, depth: int
+) -> EngineJob:
+    return EngineJob(
+        prompts=[question.token_ids for question in questions],
+        stop_token_ids=sorted(target.end_tokens),
+        num_speculative_tokens=depth,
+        max_new_tokens=settings.max_new_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        seed=settings.seed,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def _describe(
+    target: TargetModel,
+    questions: Sequence[Question],
+    settings: CheckSettings,
+    depth: int,
+    endpoint: str | None,
+) -> dict[str, Any]:
+    """All that a figure's reader has to know."""
+    return {
+        **asdict(settings),
+        "num_speculative_tokens": depth,
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "temperature": 0.0,
+        "prompts": len(questions),
+        "endpoint": endpoint,
+    }
 
 
 def _engine(

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` at the end of the block, or vanishes when it raises.
 
     It lies beside `out`, so that the last step is one rename: a process that is killed leaves no
-    `out` at all. `out` must not exist.
+    `out` at all. `out` must not exist; folders above it are made, and go again with it.
     """
     refuse_existing(out)
     temporary: Path | None = None
+    made = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -154,6 +155,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+        for folder in made if not out.exists() else []:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

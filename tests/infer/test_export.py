@@ -291,7 +291,7 @@ def test_full_disk_is_one_message_and_leaves_nothing(
     tiny_target: TargetModel, tmp_path: Path
 ) -> None:
     with largest_file(10_000), pytest.raises(UserError, match="could not write"):
-        exported(tiny_target, tmp_path / "out", num_heads=2)
+        exported(tiny_target, tmp_path / "made" / "for" / "out", num_heads=2)
     assert list(tmp_path.iterdir()) == []
 
 
