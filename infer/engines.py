@@ -179,10 +179,10 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _reason(log: Path) -> str:
-    """The last error that a log names, else its last line."""
+    """The last error that a log names, with the two lines behind it; else the log's last line."""
     text = log.read_text("utf-8", errors="replace")
-    errors = re.findall(r"\b\w*(?:Error|Exception): .+", text)
-    return errors[-1].strip() if errors else _last_line(log)
+    errors = re.findall(r"\b\w*(?:Error|Exception): .+(?:\n.+){0,2}", text)
+    return " ".join(errors[-1].split())[:400] if errors else _last_line(log)
 
 
 def _last_line(log: Path) -> str:
