@@ -14,6 +14,9 @@ from outrider.measuring import MeasureOptions, measure_drafters
 
 KINDS = ("medusa",)
 ENGINE = "vllm"
+RESPOND_MINUTES = 5
+"""On a slow machine the answers that are there by then have to do."""
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MEASURE = MeasureOptions(per_category=3, max_new_tokens=96, tree="auto")
 
@@ -26,11 +29,15 @@ def run_demo(output: Path, console: Console) -> None:
         minutes = (perf_counter() - start) / 60
         console.rule(f"[bold]{number}/4 {what}[/bold] (minute {minutes:.1f})", align="left")
 
-    step(1, "the target answers questions that it wrote itself")
-    _respond(output)
-    step(2, "a drafter learns from the answers")
-    for kind in KINDS:
-        _train(kind, output, console)
+    missing = [kind for kind in KINDS if not _finished(kind, output)]
+    for kind in sorted(set(KINDS) - set(missing)):
+        console.print(f"{output / kind} holds a finished run; remove it to train again")
+    if missing:
+        step(1, "the target answers questions that it wrote itself")
+        _respond(output)
+        step(2, "a drafter learns from the answers")
+        for kind in missing:
+            _train(kind, output)
     step(3, "acceptance and speed against plain decoding and prompt lookup")
     drafters = [str(output / kind / "best") for kind in KINDS]
     reports = measure_drafters([*drafters, "ngram"], MEASURE, console)
@@ -48,17 +55,19 @@ def _respond(output: Path) -> None:
     from distill.respond import RespondConfig, respond
     from heads.schema import load_recipe
 
-    overrides = [f"output={output / 'data'}"]
+    overrides = [f"output={output / 'data'}", f"max_minutes={RESPOND_MINUTES}"]
     respond(load_recipe(RespondConfig, CONFIGS / "respond.yaml", overrides))
 
 
-def _train(kind: str, output: Path, console: Console) -> None:
-    from train.launch import launch
+def _finished(kind: str, output: Path) -> bool:
     from train.snapshots import SUMMARY
 
-    if (output / kind / SUMMARY).exists():
-        console.print(f"{output / kind} holds a finished run; remove it to train again")
-        return
+    return (output / kind / SUMMARY).exists()
+
+
+def _train(kind: str, output: Path) -> None:
+    from train.launch import launch
+
     overrides = [f"data.path={output / 'data'}", f"output={output / kind}"]
     status = launch(kind, None, overrides)
     if status == 2:

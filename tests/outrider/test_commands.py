@@ -1,0 +1,181 @@
+"""The command line: what is wrong gets one message and exit status 2, and nothing is written."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.base import Checkpoint, Contract, drafter_class, save_drafter
+from infer.target import TargetModel
+from outrider.main import main
+
+
+@pytest.fixture(scope="session")
+def drafter_folder(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter of three heads for the tiny target, with accuracies to grow trees from."""
+    target = TargetModel.load(str(tiny_target_folder), dtype="float32")
+    cls = drafter_class("medusa")
+    drafter = cls.create(cls.Config(kind="medusa"), target.identity, target.shared)
+    torch.manual_seed(0)
+    for parameter in drafter.parameters():
+        parameter.data.normal_(std=0.1)
+    contract = Contract(target=target.identity, **drafter.contract_fields())
+    rates = [[0.4, 0.2, 0.1], [0.3, 0.1, 0.05], [0.2, 0.1, 0.05]]
+    folder = tmp_path_factory.mktemp("drafters") / "three"
+    save_drafter(Checkpoint(drafter, contract, {"accuracies_HK": rates}), folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("What is the rain?\nWrite a story about a horse.\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that is not there is looked for on the hub, which retries for long."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+class Command:
+    """Runs `outrider ...` in this process; keeps its exit status and what it printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["outrider", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        printed = self.capsys.readouterr()
+        return status, printed.out, printed.err
+
+
+@pytest.fixture
+def outrider(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def test_bench_writes_its_record(
+    outrider: Command, drafter_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "bench.json"
+    options = ["--prompts", prompts, "--tree", 8, "--max-new-tokens", 16, "--dtype", "float32"]
+    status, printed, _ = outrider("bench", drafter_folder, *options, "--json", out)
+    assert status == 0 and "three" in printed
+    record = json.loads(out.read_text())
+    assert record["settings"]["tree_nodes"] == 8
+    assert record["lossless"]["identical"] == 2
+
+
+def test_compare_adds_prompt_lookup_and_writes_a_page(
+    outrider: Command, drafter_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    options = ["--prompts", prompts, "--max-new-tokens", 8, "--dtype", "float32"]
+    status, _, _ = outrider("compare", drafter_folder, *options, "--out", tmp_path / "r")
+    assert status == 0
+    record = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert set(record["drafters"]) == {"three", "ngram"}
+    assert (tmp_path / "r" / "report.html").is_file()
+
+
+def test_generate_streams_the_answer_and_its_worth(outrider: Command, drafter_folder: Path) -> None:
+    options = ["--max-new-tokens", 8, "--dtype", "float32"]
+    status, printed, _ = outrider("generate", drafter_folder, "What is the rain?", *options)
+    assert status == 0 and "acceptance length" in printed
+
+
+def test_the_lossy_rule_says_so(outrider: Command, drafter_folder: Path) -> None:
+    options = ["--max-new-tokens", 8, "--temperature", 0.8, "--rule", "typical"]
+    status, printed, _ = outrider("generate", drafter_folder, "What is the rain?", *options)
+    assert status == 0 and "LOSSY" in printed
+
+
+WRONG = {
+    "no such drafter": (["bench", "nowhere"], "no such drafter"),
+    "no drafter": (["bench"], "give one drafter"),
+    "chain too long": (["bench", "{drafter}", "--chain", "4"], "at most 3"),
+    "both shapes": (["bench", "{drafter}", "--chain", "2", "--tree", "4"], "give one of them"),
+    "unknown rule": (["bench", "{drafter}", "--rule", "gredy"], "did you mean 'greedy'"),
+    "rule that does not fit": (
+        ["bench", "{drafter}", "--rule", "greedy", "--temperature", "1"],
+        "greedy",
+    ),
+    "temperature below 0": (["bench", "{drafter}", "--temperature", "-1"], "temperature"),
+    "top-p of 0": (["bench", "{drafter}", "--temperature", "1", "--top-p", "0"], "top-p"),
+    "unknown dtype": (["bench", "{drafter}", "--dtype", "bf16"], "unknown dtype"),
+    "no prompt file": (["bench", "{drafter}", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+    "no target": (["bench", "ngram"], "--target"),
+    "target not found": (["bench", "ngram", "--target", "no/where"], "could not be loaded"),
+    "batch": (["bench", "{drafter}", "--batch", "2"], "one request at a time"),
+    "unknown engine": (
+        ["export", "{drafter}", "--to", "vlm", "--out", "{tmp}/x"],
+        "did you mean 'vllm'",
+    ),
+    "output exists": (["export", "{drafter}", "--to", "vllm", "--out", "{tmp}"], "exists"),
+    "nothing to export": (["export", "ngram", "--to", "vllm", "--out", "{tmp}/x"], "nothing"),
+    "not exported": (["check", "{tmp}"], "config.json"),
+    "unknown kind": (["train", "medua"], "did you mean 'medusa'"),
+    "kind without training": (["train", "ngram"], "medusa"),
+    "unknown recipe key": (["train", "medusa", "optimizer.lrr=1"], "did you mean 'optimizer.lr'"),
+    "malformed override": (["train", "medusa", "lr"], "key.sub=value"),
+    "unknown respond key": (["respond", "temprature=1"], "did you mean 'temperature'"),
+    "no recipe": (["respond", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    "not a data set": (["audit", "{tmp}"], "{tmp}"),
+    "empty prompt": (["generate", "{drafter}", "  "], "empty"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_gets_one_message_and_status_two(
+    name: str, outrider: Command, drafter_folder: Path, tmp_path: Path
+) -> None:
+    arguments, message = WRONG[name]
+    places = {"drafter": str(drafter_folder), "tmp": str(tmp_path)}
+    status, _, error = outrider(*(argument.format(**places) for argument in arguments))
+    assert status == 2, error
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert message.format(**places) in error
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_a_drafter_of_another_target_is_refused(
+    outrider: Command, drafter_folder: Path, tmp_path: Path, make_model, make_tokenizer
+) -> None:
+    make_model(seed=5).save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    status, _, error = outrider("bench", drafter_folder, "--target", tmp_path / "other")
+    assert status == 2 and "other target weights" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("", "empty"), ("{", "not JSON"), ('{"messages": []}', "line 1")],
+    ids=["empty", "not json", "no content"],
+)
+def test_a_prompt_file_that_is_wrong_is_refused(
+    line: str, message: str, outrider: Command, drafter_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    status, _, error = outrider("bench", drafter_folder, "--prompts", path)
+    assert status == 2 and str(path) in error
+    assert error.count("\n") == 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused(
+    outrider: Command, drafter_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("word " * 700)
+    status, _, error = outrider("bench", drafter_folder, "--prompts", path)
+    assert status == 2 and "512" in error
