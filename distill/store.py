@@ -9,9 +9,7 @@ what exists is whole, whenever the writer was stopped.
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,6 +19,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pydantic import Field
 
+from heads import files
 from heads.base import TargetIdentity
 from heads.errors import UserError
 from heads.schema import Strict, parse
@@ -267,26 +266,9 @@ def _place(prompt: str, seed: int) -> float:
 
 
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file beside its place, then move it there; UserError when it cannot."""
-    temporary: Path | None = None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-        os.close(handle)
-        temporary = Path(name)
-        write(temporary)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.chmod(0o644)
-        os.replace(temporary, file)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(
-            f"could not write {file}: {error}; what was written before stays, and the same command "
-            "goes on from there"
-        ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    """A file of the store, whole or not at all."""
+    advice = "what was written before stays, and the same command goes on from there"
+    files.write_whole(file, write, (pa.ArrowException,), advice)
 
 
 def _reading(file: Path, read: Callable[[Path], Any]) -> Any:

@@ -8,9 +8,6 @@ Shapes: B rows, T positions, D target hidden size, A captured layers, V vocabula
 
 import importlib
 import json
-import os
-import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from heads.errors import UserError, unknown_name
+from heads.files import whole_folder
 from heads.schema import Strict, parse
 from heads.tree import TokenTree, TreeShape
 from heads.vocab import VocabMap
@@ -240,7 +238,7 @@ class Drafter(nn.Module, ABC):
 
 def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
-    shared = {"__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors"}
+    shared = {"__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"}
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 
 
@@ -281,30 +279,16 @@ def save_drafter(
     `tensors` replaces the drafter's own state dict (a gathered one of a sharded run).
     """
     state = checkpoint.drafter.state_dict() if tensors is None else tensors
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, temporary / WEIGHTS)
-        record = {
-            "format": FORMAT,
-            "kind": checkpoint.drafter.kind,
-            "drafter": checkpoint.drafter.config.model_dump(mode="json"),
-            "contract": checkpoint.contract.model_dump(mode="json"),
-            "calibration": checkpoint.calibration,
-        }
-        (temporary / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
-        temporary.chmod(0o755)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-            os.replace(folder, old / "old")
-            os.replace(temporary, folder)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"could not write the drafter to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    record = {
+        "format": FORMAT,
+        "kind": checkpoint.drafter.kind,
+        "drafter": checkpoint.drafter.config.model_dump(mode="json"),
+        "contract": checkpoint.contract.model_dump(mode="json"),
+        "calibration": checkpoint.calibration,
+    }
+    with whole_folder(folder, replace=True) as whole:
+        save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, whole / WEIGHTS)
+        (whole / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def load_drafter(folder: Path) -> Checkpoint:

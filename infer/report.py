@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from heads.errors import UserError
+from heads.files import write_text
 from infer.acceptance import AcceptanceReport, paired_difference
 
 PAGE = """<!doctype html>
@@ -185,24 +183,6 @@ def to_html(reports: Sequence[AcceptanceReport]) -> str:
     return template.render(
         sections=sections(reports), settings=json.dumps(clean(settings), indent=2)
     )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
-        ) as handle:
-            temporary = Path(handle.name)
-            handle.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"could not write {path}: {error}") from error
 
 
 def write_report(reports: Sequence[AcceptanceReport], folder: Path) -> None:

@@ -9,13 +9,12 @@ Shapes: H draft steps, K ranks (rows may differ in length).
 
 import heapq
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from heads.errors import UserError
+from heads.files import write_text
 from heads.schema import Strict, parse
 from heads.tree import TreeShape
 
@@ -98,19 +97,8 @@ def best_static_tree(
 
 def save_tree(shape: TreeShape, path: Path) -> None:
     """Write a tree as JSON, whole or not at all."""
-    text = json.dumps({"parents": list(shape.parents), "ranks": list(shape.ranks)}) + "\n"
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise UserError(f"could not write the tree to {path}: {error}") from error
+    record = {"parents": list(shape.parents), "ranks": list(shape.ranks)}
+    write_text(path, json.dumps(record) + "\n")
 
 
 def load_tree(path: Path) -> TreeShape:

@@ -43,7 +43,8 @@ def main() -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a record and say where it is."""
-    from infer.report import clean, write_text
+    from heads.files import write_text
+    from infer.report import clean
 
     write_text(path, json.dumps(clean(record), indent=2) + "\n")
     console.print(f"record in {path}")

@@ -7,10 +7,7 @@ compared with what lies there; nothing of the drafter that it was made from is a
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,39 +129,10 @@ def refuse_existing(out: Path) -> None:
         raise UserError(f"{out} exists; remove it or choose another folder for the export")
 
 
-@contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` at the end of the block, or vanishes when it raises.
-
-    It lies beside `out`, so that the last step is one rename: a process that is killed leaves no
-    `out` at all. `out` must not exist; folders above it are made, and go again with it.
-    """
-    refuse_existing(out)
-    temporary: Path | None = None
-    made = [folder for folder in out.parents if not folder.exists()]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        yield temporary
-        temporary.chmod(0o755)
-        os.replace(temporary, out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"could not write {out}: {error}; free some space or choose another folder"
-        ) from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made if not out.exists() else []:
-            with suppress(OSError):
-                folder.rmdir()
-
-
 def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write config and tensors; tensors that share memory are written out each."""
     separate = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     save_file(separate, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone; servers run as others
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from heads.base import Checkpoint, SharedWeights
 from heads.errors import UserError
+from heads.files import whole_folder
 from infer.export import contract
 from infer.export.contract import Expected, TensorSpec, Traps
 
@@ -59,7 +60,8 @@ def export_vllm(
         name: tensor.to(written) if tensor.is_floating_point() else tensor
         for name, tensor in form.tensors(checkpoint, shared).items()
     }
-    with contract.whole_folder(out) as folder:
+    contract.refuse_existing(out)
+    with whole_folder(out) as folder:
         contract.write_files(folder, config, tensors)
         contract.prove_files(folder, expected_tensors)
     return out

@@ -299,6 +299,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from heads.files import whole_folder
 from infer.export import contract
 
 def die(*args, **kwargs):
@@ -308,7 +309,7 @@ if sys.argv[1] == "write":
     contract.save_file = die
 else:
     os.replace = die
-with contract.whole_folder(Path(sys.argv[2])) as folder:
+with whole_folder(Path(sys.argv[2])) as folder:
     contract.write_files(folder, {}, {"a": torch.zeros(2)})
 """
 
