@@ -15,6 +15,9 @@ VENV := .venv
 VENV_VLLM := .venv-vllm
 INSTALL := -m pip install -qq --no-input --disable-pip-version-check --prefer-binary --no-compile
 
+# Tests start several processes: threads that wait must not spin on the cores that the others need.
+test test-serving: export OMP_WAIT_POLICY = PASSIVE
+
 .PHONY: venv venv-vllm demo lint test test-serving clean
 
 venv: $(VENV)/.stamp

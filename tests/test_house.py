@@ -22,7 +22,7 @@ PLACES = {
 }
 SHARED = [
     *("heads/base.py", "heads/tree.py", "heads/align.py", "heads/vocab.py"),
-    *("heads/blocks.py", "heads/schema.py", "heads/errors.py"),
+    *("heads/blocks.py", "heads/schema.py", "heads/errors.py", "heads/files.py"),
     "infer/*.py",
     "distill/*.py",
     *("train/recipe.py", "train/trainer.py", "train/batches.py"),

@@ -129,7 +129,7 @@ def test_a_run_stopped_at_any_write_ends_with_the_same_bytes(
         writes += 1
         move(source, destination)
 
-    monkeypatch.setattr("distill.store.os.replace", replace)
+    monkeypatch.setattr("heads.files.os.replace", replace)
     with pytest.raises(KeyboardInterrupt):
         respond(config(folder), tiny_target, quiet)
     monkeypatch.undo()
