@@ -126,10 +126,13 @@ class Counts:
 
     @property
     def conditional_rate(self) -> list[float]:
-        """Per position: accepted / rounds in which the position before was accepted."""
+        """Per position: accepted / accepted at the position before (the first: / proposed).
+
+        NaN where the position before was never accepted.
+        """
         accepted = self._padded()
-        before = [self.rounds, *accepted]
-        return [a / b if b else 0.0 for a, b in zip(accepted, before, strict=False)]
+        before = [*self.proposed_per_position[:1], *accepted]
+        return [a / b if b else float("nan") for a, b in zip(accepted, before, strict=False)]
 
     def _padded(self) -> list[int]:
         missing = len(self.proposed_per_position) - len(self.accepted_per_position)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heads.files import write_text
-from infer.acceptance import AcceptanceReport, paired_difference
+from infer.acceptance import AcceptanceReport, PromptRecord, paired_difference
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Outrider: comparison of drafters</title>
@@ -33,10 +33,17 @@ over prompts of tokens per second against plain decoding of the same target in t
 {% for row in section.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
 {% endfor %}
+<h2>Remarks</h2>
+<ul>{% for remark in remarks %}<li>{{ remark }}</li>{% endfor %}</ul>
 <h2>Settings</h2>
-<pre>{{ settings }}</pre>
+{% for name, settings in settings.items() %}<p><b>{{ name }}</b>:
+{% for key, value in settings.items() %}{{ key }} {{ value }}{{ ", " if not loop.last }}
+{% endfor %}</p>{% endfor %}
 </body></html>
 """
+
+FEW = 16
+"""Fewer prompts than that leave the figures to chance."""
 
 SHOWN = 6
 """Positions shown in the tables; the JSON holds all."""
@@ -47,20 +54,16 @@ Section = dict[str, Any]
 def sections(reports: Sequence[AcceptanceReport]) -> list[Section]:
     """The tables of a comparison: overall, by subset, by category, by position, time."""
     parts = [_overall("all prompts", reports)]
-    degenerate = [r for r in reports if any(p.degenerate for p in r.prompts)]
-    if degenerate:
-        parts.append(
-            _overall(
-                "without degenerate outputs (texts that end in a loop)",
-                [r.subset(lambda p: not p.degenerate) for r in reports],
-            )
-        )
-    parts.append(
-        _overall(
-            "new text only (no loop, at most a quarter of the tokens repeat an earlier 3-gram)",
-            [r.subset(lambda p: p.new_text) for r in reports],
-        )
-    )
+    subsets: dict[str, Callable[[PromptRecord], bool]] = {
+        "without degenerate outputs (texts that end in a loop)": lambda p: not p.degenerate,
+        "new text only (no loop, at most a quarter of the tokens repeat a 3-gram)": (
+            lambda p: p.new_text
+        ),
+    }
+    for title, keep in subsets.items():
+        kept = [r.subset(keep) for r in reports]
+        if any(len(k.prompts) < len(r.prompts) for k, r in zip(kept, reports, strict=True)):
+            parts.append(_overall(title, kept))
     return [*parts, _by_category(reports), _by_position(reports), _by_time(reports)]
 
 
@@ -70,11 +73,13 @@ def _overall(title: str, reports: Sequence[AcceptanceReport]) -> Section:
     rows = []
     for report in reports:
         f, settings = report.figures(), report.settings
-        form = "chain" if settings["is_chain"] else "tree"
+        form = f"chain of {settings['tree_nodes']}"
+        if not settings["is_chain"]:
+            form = f"tree of {settings['tree_nodes']}, depth {settings['num_speculative_tokens']}"
         rows.append(
             [
                 report.name,
-                f"{form} of {settings['tree_nodes']}",
+                form,
                 str(len(report.prompts)),
                 with_interval(f["acceptance_length"], f["acceptance_length_interval"]),
                 number(f["acceptance_length_macro"]),
@@ -101,10 +106,12 @@ def _by_position(reports: Sequence[AcceptanceReport]) -> Section:
     for report in reports:
         counts = report.counts
         pairs = list(zip(counts.acceptance_rate, counts.conditional_rate, strict=False))
-        cells = [f"{share:.2f} ({given:.2f})" for share, given in pairs[:depth]]
+        cells = [f"{number(share)} ({number(given)})" for share, given in pairs[:depth]]
         rows.append([report.name, *cells, *[""] * (depth - len(cells))])
     head = ["drafter", *(f"@{k + 1}" for k in range(depth))]
     title = "accepted / proposed by position (given that the position before held)"
+    if any(len(r.counts.acceptance_rate) > depth for r in reports):
+        title += f", the first {depth}; the JSON holds all"
     return {"title": title, "head": head, "rows": rows}
 
 
@@ -122,9 +129,8 @@ def render(reports: Sequence[AcceptanceReport]) -> RenderableType:
     """The tables for a terminal."""
     blocks: list[RenderableType] = []
     for section in sections(reports):
-        table = Table(
-            title=section["title"], title_justify="left", title_style="bold", box=SIMPLE_HEAD
-        )
+        blocks.append(Text(f"\n{section['title']}", style="bold"))
+        table = Table(box=SIMPLE_HEAD)
         for index, head in enumerate(section["head"]):
             table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
         for row in section["rows"]:
@@ -153,6 +159,23 @@ def remarks(reports: Sequence[AcceptanceReport]) -> list[str]:
             if margins:
                 line += f", top-1 margin at the first difference at most {max(margins):.3f}"
         lines.append(line)
+    return [*lines, *verdict(reports)]
+
+
+def verdict(reports: Sequence[AcceptanceReport]) -> list[str]:
+    """What to ship by these figures, where they were timed against plain decoding."""
+    timed = [(r, r.figures()) for r in reports]
+    timed = [(r, f) for r, f in timed if math.isfinite(f["speedup"])]
+    if not timed:
+        return []
+    best, figures = max(timed, key=lambda pair: pair[1]["speedup"])
+    measured = f"{best.name}: {with_interval(figures['speedup'], figures['speedup_interval'])}"
+    if figures["speedup"] <= 1:
+        lines = [f"none is faster than plain decoding here; the nearest is {measured}"]
+    else:
+        lines = [f"fastest here is {measured} times plain decoding"]
+    if len(best.prompts) < FEW:
+        lines.append(f"{len(best.prompts)} prompts are few: take {FEW} or more before you choose")
     return lines
 
 
@@ -178,10 +201,11 @@ def clean(value: Any) -> Any:
 
 def to_html(reports: Sequence[AcceptanceReport]) -> str:
     """One page that stands alone."""
-    settings = {r.name: r.settings for r in reports}
     template = Environment(autoescape=True).from_string(PAGE)
     return template.render(
-        sections=sections(reports), settings=json.dumps(clean(settings), indent=2)
+        sections=sections(reports),
+        remarks=remarks(reports),
+        settings={r.name: r.settings for r in reports},
     )
 
 

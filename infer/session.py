@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ from infer.target import DType, TargetModel
 from infer.trees import best_static_tree, grow_static_tree, load_tree
 from infer.verify import TargetView, rule_by_name
 
-DEFAULT_TREE = 16
 DEFAULT_CHAIN = 10
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 48)
 
@@ -96,30 +94,34 @@ def bind_drafter(checkpoint: Checkpoint | None, spec: str, target: TargetModel) 
     return checkpoint
 
 
-def draft_shape(choice: ShapeChoice, checkpoint: Checkpoint, target: TargetModel) -> TreeShape:
-    """The shape to draft. Without a choice: a tree when its accuracies are known, else a chain."""
+def draft_shape(
+    choice: ShapeChoice, checkpoint: Checkpoint, target: TargetModel
+) -> tuple[TreeShape, str]:
+    """The shape to draft, and a line that says how it was found where it was not simply given.
+
+    Without a choice: `auto` when the drafter's accuracies are known, else a chain.
+    """
     depth = checkpoint.drafter.max_depth
     accuracies = checkpoint.calibration.get("accuracies_HK")
     if choice.chain is not None:
-        return chain(choice.chain)
-    if choice.tree is None:
-        if accuracies is None:
-            return chain(DEFAULT_CHAIN if depth is None else depth)
-        return grow_static_tree(accuracies, DEFAULT_TREE)
-    if choice.tree == "auto" or choice.tree.isdigit():
-        if accuracies is None:
-            raise UserError(
-                f"a tree of {choice.tree} was asked for, but this drafter of kind "
-                f"{checkpoint.drafter.kind!r} has no measured accuracies to grow it from; "
-                "give --chain K or --tree FILE"
-            )
-        if choice.tree == "auto":
-            return choose_tree(checkpoint, target)[0]
-        return grow_static_tree(accuracies, int(choice.tree))
-    return load_tree(Path(choice.tree))
+        return chain(choice.chain), ""
+    tree = choice.tree or ("auto" if accuracies is not None else None)
+    if tree is None:
+        return chain(DEFAULT_CHAIN if depth is None else depth), ""
+    if tree != "auto" and not tree.isdigit():
+        return load_tree(Path(tree)), ""
+    if accuracies is None:
+        raise UserError(
+            f"a tree of {tree} was asked for, but this drafter of kind "
+            f"{checkpoint.drafter.kind!r} has no measured accuracies to grow it from; "
+            "give --chain K or --tree FILE"
+        )
+    if tree == "auto":
+        return choose_tree(checkpoint, target)
+    return grow_static_tree(accuracies, int(tree)), ""
 
 
-def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape, dict[str, Any]]:
+def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape, str]:
     """The static tree with the best expected tokens per second here, from measured times."""
     times = measure_round_times(target, AUTO_SIZES)
     draft_s = measure_draft_time(target, checkpoint.drafter)
@@ -128,7 +130,19 @@ def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape,
         nearest = min(times, key=lambda nodes: abs(nodes - num_nodes))
         return times[nearest] + (draft_s if num_nodes > 1 else 0.0)
 
-    return best_static_tree(checkpoint.calibration["accuracies_HK"], round_time_s, AUTO_SIZES)
+    accuracies = checkpoint.calibration["accuracies_HK"]
+    _, table = best_static_tree(accuracies, round_time_s, AUTO_SIZES)
+    plain, *trees = table["rows"]
+    best = max(trees, key=lambda row: row["tokens_per_second"])
+    gain = best["tokens_per_second"] / plain["tokens_per_second"]
+    note = (
+        f"tree auto: {best['num_drafts']} drafts, {best['expected_length']:.2f} tokens expected in "
+        f"{1e3 * best['round_time_s']:.0f} ms, {1e3 * plain['round_time_s']:.0f} ms a plain token: "
+        f"{gain:.2f} times plain decoding"
+    )
+    if gain <= 1:
+        note += "; no tree is expected to be faster here"
+    return grow_static_tree(accuracies, best["num_drafts"]), note
 
 
 def measure_draft_time(target: TargetModel, drafter: Drafter, new_tokens: int = 24) -> float:

@@ -14,6 +14,7 @@ def run_check(
     endpoint: str | None,
     prompts: str | None,
     limit: int | None,
+    per_category: int | None,
     chain: int | None,
     max_new_tokens: int,
     dtype: DType,
@@ -30,6 +31,8 @@ def run_check(
         raise unknown_name("engine", engine, ENGINES)
     opened = open_exported(exported, engine)
     model = open_target([opened.checkpoint], target, dtype, None)
-    questions = load_questions(prompts or DEFAULT_PROMPTS, model, limit=limit)
+    questions = load_questions(
+        prompts or DEFAULT_PROMPTS, model, limit=limit, per_category=per_category
+    )
     settings = CheckSettings(num_speculative_tokens=chain, max_new_tokens=max_new_tokens)
     return check(opened, model, questions, settings, endpoint=endpoint)

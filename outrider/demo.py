@@ -18,7 +18,7 @@ RESPOND_MINUTES = 5
 """On a slow machine the answers that are there by then have to do."""
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-MEASURE = MeasureOptions(per_category=3, max_new_tokens=96, tree="auto")
+MEASURE = MeasureOptions(per_category=3, max_new_tokens=96)
 
 
 def run_demo(output: Path, console: Console) -> None:

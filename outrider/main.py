@@ -167,6 +167,7 @@ def check(
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="Default: forty of our own.")] = None,
     limit: Annotated[int | None, typer.Option(help="The first N prompts.", min=1)] = None,
+    per_category: Annotated[int | None, typer.Option(help="First N a category.", min=1)] = None,
     chain: Annotated[
         int | None, typer.Option(help="K draft tokens. Default: as many as the drafter has.")
     ] = None,
@@ -175,7 +176,10 @@ def check(
     target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
 ) -> None:
-    """Acceptance in the real engine beside ours; exit status 1 outside the tolerance."""
+    """Acceptance in the real engine beside ours; exit status 1 outside the tolerance.
+
+    vLLM's Python is .venv-vllm/bin/python (make venv-vllm) or what OUTRIDER_VLLM_PYTHON names.
+    """
     from outrider.checking import run_check
 
     result = run_check(
@@ -184,6 +188,7 @@ def check(
         endpoint=endpoint,
         prompts=prompts,
         limit=limit,
+        per_category=per_category,
         chain=chain,
         max_new_tokens=max_new_tokens,
         dtype=checked_dtype(dtype),
@@ -191,6 +196,11 @@ def check(
     )
     console.print(result.table())
     console.print(result.verdict)
+    if result.ours.accepted < 100:
+        console.print(
+            f"only {result.ours.accepted} drafts were accepted: more prompts or a better drafter "
+            "would prove more"
+        )
     if json_file is not None:
         write_json(json_file, result.to_json())
     sys.exit(0 if result.passed else 1)

@@ -29,10 +29,14 @@ class MeasureOptions:
     per_category: Annotated[int | None, typer.Option(help="First N a category.", min=1)] = None
     chain: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None
     tree: Annotated[
-        str | None, typer.Option(help="Draft a tree: a number of drafts, a tree file, or auto.")
+        str | None,
+        typer.Option(help="Draft a tree: a number of drafts, a file, or auto (the default)."),
     ] = None
     rule: Annotated[
-        str | None, typer.Option(help="Verification rule. Default: the lossless one that fits.")
+        str | None,
+        typer.Option(
+            help="greedy, token, topk_tree, or typical (lossy). Default: a lossless one that fits."
+        ),
     ] = None
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0
@@ -90,7 +94,9 @@ def checked_dtype(name: str) -> Any:
     return cast(DType, name)
 
 
-def open_contenders(specs: Sequence[str], options: MeasureOptions) -> tuple[Any, list[Any]]:
+def open_contenders(
+    specs: Sequence[str], options: MeasureOptions, console: Console
+) -> tuple[Any, list[Any]]:
     """The target and every drafter bound to it, each with the settings that it runs at."""
     from infer.compare import Contender
     from infer.loop import GenerationSettings
@@ -117,7 +123,9 @@ def open_contenders(specs: Sequence[str], options: MeasureOptions) -> tuple[Any,
     for name, spec, checkpoint in zip(names(specs), specs, checkpoints, strict=True):
         bound = bind_drafter(checkpoint, spec, target)
         beside = len(specs) > 1 and is_training_free(spec) and options.chain is None
-        shape = draft_shape(ShapeChoice() if beside else choice, bound, target)
+        shape, note = draft_shape(ShapeChoice() if beside else choice, bound, target)
+        if note:
+            console.print(f"{name}: {note}")
         settings = GenerationSettings(options.max_new_tokens, sampling, rule, shape, options.seed)
         contenders.append(Contender(name, bound.drafter, settings))
     return target, contenders
@@ -131,7 +139,7 @@ def measure_drafters(specs: Sequence[str], options: MeasureOptions, console: Con
     from infer.compare import measure
     from infer.report import render
 
-    target, contenders = open_contenders(specs, options)
+    target, contenders = open_contenders(specs, options, console)
     questions = load_questions(
         options.prompts or DEFAULT_PROMPTS,
         target,

@@ -38,7 +38,7 @@ def stream_answer(spec: str, prompt: str, options: MeasureOptions, console: Cons
     from infer.loop import speculative_generate
     from infer.verify import rule_by_name
 
-    target, contenders = open_contenders([spec], options)
+    target, contenders = open_contenders([spec], options, console)
     contender = contenders[0]
     rule = rule_by_name(contender.settings.rule)
     if not rule.lossless:
