@@ -95,7 +95,7 @@ def _from_file(path: Path) -> list[Prompt]:
 def _json_row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}): {line[:80]!r}; {EXPECTED}") from None
     if not isinstance(row, dict) or not ("messages" in row or "turns" in row):
         found = f"the keys {', '.join(row)}" if isinstance(row, dict) else type(row).__name__
@@ -138,12 +138,17 @@ def _message(item: Any, where: str) -> dict[str, str]:
     content = item.get("content")
     if role != "assistant" and not (isinstance(content, str) and content.strip()):
         raise UserError(f"{where} has a {role} message without content; {EXPECTED}")
-    return {"role": role, "content": content if isinstance(content, str) else ""}
+    text = content if isinstance(content, str) else ""
+    if text.encode("utf-8", "replace").decode("utf-8") != text:
+        raise UserError(f"{where} has a {role} message that is not valid Unicode; {EXPECTED}")
+    return {"role": role, "content": text}
 
 
 def _from_dataset(source: str) -> list[Prompt]:
     name, _, rest = source.removeprefix(DATASETS).partition(":")
     split, _, column = rest.partition(":")
+    if not name:
+        raise UserError(f"{source!r} names no data set; expected datasets:ID[:SPLIT[:COLUMN]]")
     rows = _load_dataset(name, split or "train")
     available = list(rows.column_names)
     wanted = [column] if column else COLUMNS

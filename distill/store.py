@@ -217,6 +217,11 @@ def dropped_in(file: Path) -> int:
 
 def check_row(row: Row, vocab_size: int) -> None:
     """Raise UserError for a row that cannot be trained on, showing it."""
+    if None in (row.tokens, row.loss_mask, row.prompt) or None in row.tokens:
+        raise UserError(
+            f"row {row.id!r} holds an empty field or token; remove its shard and run outrider "
+            "respond again to write it"
+        )
     shown = f"row {row.id!r} (prompt {row.prompt[:120]!r}, tokens {row.tokens[:12]} ..)"
     if len(row.tokens) != len(row.loss_mask):
         raise UserError(

@@ -305,17 +305,28 @@ def load_drafter(folder: Path) -> Checkpoint:
     try:
         record = json.loads((folder / CONFIG).read_text())
         kind, form = record["kind"], record["format"]
+        fields, promised, calibration = (
+            dict(record["drafter"]),
+            dict(record["contract"]),
+            dict(record.get("calibration", {})),
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / CONFIG} is not a drafter's config: {error!r}") from None
     if form != FORMAT:
         raise UserError(f"{folder}: checkpoint format {form}, this version reads {FORMAT}")
     cls = drafter_class(kind)
-    config = parse(cls.Config, record["drafter"], f"{folder / CONFIG} (drafter)")
-    contract = parse(Contract, record["contract"], f"{folder / CONFIG} (contract)")
+    config = parse(cls.Config, fields, f"{folder / CONFIG} (drafter)")
+    contract = parse(Contract, promised, f"{folder / CONFIG} (contract)")
     drafter = cls.blank(config, contract.target)
     fill(drafter, _read_tensors(folder / WEIGHTS), str(folder))
     drafter.eval()
-    return Checkpoint(drafter, contract, record.get("calibration", {}), folder)
+    for name, value in drafter.contract_fields().items():
+        if getattr(contract, name) != value:
+            raise UserError(
+                f"{folder}: its contract says {name} {getattr(contract, name)!r}, its drafter "
+                f"needs {value!r}; the config was edited: take the checkpoint as it was written"
+            )
+    return Checkpoint(drafter, contract, calibration, folder)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -339,6 +350,10 @@ def fill(drafter: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
             raise UserError(
                 f"{where}: tensor {name} has shape {list(tensor.shape)}, "
                 f"expected {list(expected[name].shape)}"
+            )
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise UserError(
+                f"{where}: tensor {name} is {tensor.dtype}, expected {expected[name].dtype}"
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UserError(

@@ -159,6 +159,11 @@ class Medusa(Drafter):
         logits_HV = self.draft_logits(state.hidden_TD[-1], shape.depth)
         if budget.probs is not None:
             return self._sample(logits_HV, state.tokens[-1], budget)
+        if max(shape.ranks) >= logits_HV.shape[-1]:
+            raise UserError(
+                f"the tree asks for candidate {max(shape.ranks)} of {logits_HV.shape[-1]} tokens; "
+                "its ranks are too large"
+            )
         candidates_HK = self._to_target(
             logits_HV.topk(max(shape.ranks) + 1, dim=-1).indices
         ).tolist()

@@ -4,7 +4,7 @@ A schema is a frozen pydantic model; an unknown key fails and names the nearest 
 """
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -17,7 +17,9 @@ from heads.errors import UserError, unknown_name
 class Strict(BaseModel):
     """A frozen record that refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 S = TypeVar("S", bound=Strict)
@@ -43,10 +45,11 @@ def _keys_beside(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[st
     model: type[BaseModel] = schema
     for part in loc[:-1]:
         field = model.model_fields.get(str(part))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        options = [field.annotation, *get_args(field.annotation)] if field else []
+        sections = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+        if not sections:
             break
-        model = inner
+        model = sections[0]
     prefix = ".".join(str(part) for part in loc[:-1])
     return [f"{prefix}.{name}" if prefix else name for name in model.model_fields]
 
@@ -62,7 +65,7 @@ def load_yaml(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
         base = OmegaConf.load(path)
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides or [])))
         data = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a valid recipe: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a mapping at the top level, found {type(data).__name__}")

@@ -53,6 +53,8 @@ class TreeShape:
             0 if node == 0 else children[self.parents[node]].index(node)
             for node in range(len(self.parents))
         )
+        if min(ranks) < 0:
+            raise UserError(f"tree ranks start at 0, given {min(ranks)}")
         if len(ranks) != len(self.parents):
             raise UserError(f"{len(ranks)} ranks given for a tree of {len(self.parents)} nodes")
         object.__setattr__(self, "ranks", ranks)

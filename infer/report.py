@@ -132,9 +132,9 @@ def render(reports: Sequence[AcceptanceReport]) -> RenderableType:
         blocks.append(Text(f"\n{section['title']}", style="bold"))
         table = Table(box=SIMPLE_HEAD)
         for index, head in enumerate(section["head"]):
-            table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
+            table.add_column(Text(head), justify="left" if index == 0 else "right", no_wrap=True)
         for row in section["rows"]:
-            table.add_row(*row)
+            table.add_row(*(Text(cell) for cell in row))
         blocks.append(table)
     return Group(*blocks, *(Text(line) for line in remarks(reports)))
 

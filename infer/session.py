@@ -26,6 +26,7 @@ from infer.trees import best_static_tree, grow_static_tree, load_tree
 from infer.verify import TargetView, rule_by_name
 
 DEFAULT_CHAIN = 10
+MAX_CHAIN = 512
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 48)
 
 
@@ -40,6 +41,8 @@ class ShapeChoice:
         """One of the two at most."""
         if self.chain is not None and self.tree is not None:
             raise UserError("both --chain and --tree were given; give one of them")
+        if self.tree is not None and self.tree.isdigit() and int(self.tree) < 1:
+            raise UserError(f"a tree of {self.tree} drafts was asked for; expected at least 1")
         if self.chain is not None and self.chain < 1:
             raise UserError(f"a chain of {self.chain} drafts was asked for; expected at least 1")
 
@@ -104,6 +107,12 @@ def draft_shape(
     depth = checkpoint.drafter.max_depth
     accuracies = checkpoint.calibration.get("accuracies_HK")
     if choice.chain is not None:
+        limit = MAX_CHAIN if depth is None else depth
+        if choice.chain > limit:
+            raise UserError(
+                f"a chain of {choice.chain} drafts was asked for; a drafter of kind "
+                f"{checkpoint.drafter.kind!r} drafts at most {limit} here"
+            )
         return chain(choice.chain), ""
     tree = choice.tree or ("auto" if accuracies is not None else None)
     if tree is None:

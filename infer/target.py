@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
@@ -24,6 +26,14 @@ from heads.tree import TokenTree, TreeShape
 from infer.embedded import embedded_target
 
 DType = Literal["float32", "bfloat16"]
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 class TreeCacheLayer(DynamicLayer):
@@ -151,16 +161,26 @@ class TargetModel:
             try:
                 config = AutoConfig.from_pretrained(source, **options)
                 tokenizer = AutoTokenizer.from_pretrained(source, **options)
-                model = AutoModelForCausalLM.from_pretrained(
+                model, loading = AutoModelForCausalLM.from_pretrained(
                     source,
                     config=config,
                     dtype=getattr(torch, dtype),
                     attn_implementation="sdpa",
+                    output_loading_info=True,
                     **options,
                 )
-            except (OSError, ValueError, KeyError) as error:
+            except LOADING_ERRORS as error:
                 raise UserError(_load_message(name, error)) from error
-        return cls(model.to(device), tokenizer, name, revision)
+        _refuse_partial(name, loading)
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"device {device!r} cannot be used: {reason}; expected cpu, or cuda "
+                "where there is one"
+            ) from None
+        return cls(model, tokenizer, name, revision)
 
     @property
     def device(self) -> torch.device:
@@ -363,6 +383,18 @@ def _weights_digest(target: TargetModel) -> str:
         flat = tensor.detach().flatten()
         parts.append(flat[:: max(1, len(flat) // 16)][:16].to(torch.bfloat16).float().cpu())
     return digest(torch.cat(parts).numpy().tobytes())
+
+
+def _refuse_partial(name: str, loading: dict[str, Any]) -> None:
+    """A model whose file holds other tensors than its config asks for would run on random ones."""
+    missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    if missing or extra:
+        raise UserError(
+            f"target {name!r}: its weights do not fit its config: "
+            f"{len(missing)} tensors missing ({', '.join(missing[:3]) or 'none'}), "
+            f"{len(extra)} unexpected ({', '.join(extra[:3]) or 'none'}); "
+            "look at num_hidden_layers and the like in config.json, or fetch the model again"
+        )
 
 
 def _load_message(name: str, error: Exception) -> str:

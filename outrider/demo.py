@@ -27,7 +27,7 @@ def run_demo(output: Path, console: Console) -> None:
 
     def step(number: int, what: str) -> None:
         minutes = (perf_counter() - start) / 60
-        console.rule(f"[bold]{number}/4 {what}[/bold] (minute {minutes:.1f})", align="left")
+        console.rule(f"{number}/4 {what} (minute {minutes:.1f})", align="left")
 
     missing = [kind for kind in KINDS if not _finished(kind, output)]
     for kind in sorted(set(KINDS) - set(missing)):

@@ -25,7 +25,7 @@ app = typer.Typer(
     help="Train drafters for speculative decoding, measure them, ship the best one.",
 )
 # Where there is no terminal whose width counts, the tables get the room they need.
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 110)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Dotted overrides, such as optimizer.lr=1e-3.")
@@ -80,7 +80,7 @@ def audit(
     evaluation: Annotated[
         Path | None, typer.Option(help="Prompt file that training must not share n-grams with.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Rows to show.")] = 3,
+    limit: Annotated[int, typer.Option(help="Rows to show.", min=0)] = 3,
 ) -> None:
     """Decoded rows with the loss mask coloured, lengths, overlap with an evaluation set."""
     from distill.audit import audit as run
@@ -217,7 +217,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     rule: Annotated[str | None, typer.Option(help="Default: the lossless one that fits.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
 ) -> None:

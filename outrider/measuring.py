@@ -48,7 +48,7 @@ class MeasureOptions:
     target: Annotated[
         str | None, typer.Option(help="demo, a folder or an id. Default: the drafter's own.")
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run code that comes with the target.")
     ] = False

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -62,6 +62,9 @@ class LossSection(Strict):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Strict):
     """AdamW. A step learns from micro_batch x accumulation x processes packed rows.
 
@@ -69,7 +72,7 @@ class OptimizerSection(Strict):
     """
 
     lr: float = Field(default=1e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

@@ -13,12 +13,15 @@ place in the data.
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -68,6 +71,24 @@ def check_output(recipe: Recipe) -> Path | None:
     return found[-1] if found else None
 
 
+@contextmanager
+def hold_output(output: Path) -> Iterator[None]:
+    """Keep a second run out of `output` while this one writes there."""
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"output {output} is being written by another run; wait for it or give another output"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
 def write_recipe(recipe: Recipe) -> None:
     """The resolved recipe, whole, into the run."""
     recipe.output.mkdir(parents=True, exist_ok=True)
@@ -111,6 +132,15 @@ class Snapshots:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Put a snapshot's tensors in place; gives its state."""
+        try:
+            return self._load(folder)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UserError(
+                f"snapshot {folder} cannot be read ({error!r}); remove it, and the same command "
+                "goes on from the one before"
+            ) from error
+
+    def _load(self, folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
         written = state["launch"]
         if written != self.launch:

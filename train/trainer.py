@@ -3,12 +3,14 @@
 import errno
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from distill.criterion import Workspace
 from distill.features import FeatureSource
@@ -34,8 +36,19 @@ from train.logbook import (
 )
 from train.pacing import Pace
 from train.recipe import Recipe, read_arguments
-from train.snapshots import Snapshots, check_output, write_recipe, write_summary
+from train.snapshots import (
+    Snapshots,
+    check_output,
+    hold_output,
+    write_recipe,
+    write_summary,
+)
 from train.stepping import Stepper, StepReport
+
+UNWRITABLE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST),
+}
 
 
 def main(kind: str, arguments: list[str] | None = None) -> None:
@@ -48,9 +61,12 @@ def main(kind: str, arguments: list[str] | None = None) -> None:
         print("interrupted; the same command goes on from the last snapshot", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno not in UNWRITABLE:
             raise
-        _complain(f"could not write the run: {error}; free some space, the same command goes on")
+        _complain(
+            f"could not write the run: {error}; free some space or give another output, "
+            "then the same command goes on"
+        )
 
 
 def _complain(message: str) -> None:
@@ -64,6 +80,11 @@ def train(kind: str, recipe: Recipe) -> None:
     check_trackers(recipe.trackers)
     snapshot = check_output(recipe)
     state = start_processes(recipe.target.device)
+    with hold_output(recipe.output) if state.is_main_process else nullcontext():
+        _train(kind, recipe, state, snapshot)
+
+
+def _train(kind: str, recipe: Recipe, state: PartialState, snapshot: Path | None) -> None:
     if needs_responses(recipe):
         if state.is_main_process:
             write_responses(recipe)

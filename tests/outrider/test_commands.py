@@ -1,6 +1,7 @@
 """The command line: what is wrong gets one message and exit status 2, and nothing is written."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -128,6 +129,17 @@ WRONG = {
     "kind without training": (["train", "ngram"], "medusa"),
     "unknown recipe key": (["train", "medusa", "optimizer.lrr=1"], "did you mean 'optimizer.lr'"),
     "malformed override": (["train", "medusa", "lr"], "key.sub=value"),
+    "unknown key in a section": (
+        ["respond", "self_prompt.cuont=3"],
+        "did you mean 'self_prompt.count'",
+    ),
+    "list for a section": (["respond", "self_prompt=[1]"], "not a valid recipe"),
+    "infinite rate": (["train", "medusa", "optimizer.lr=.inf"], "optimizer.lr"),
+    "betas": (["train", "medusa", "optimizer.betas=[2.0,0.9]"], "optimizer.betas"),
+    "endless chain": (["bench", "{drafter}", "--chain", "999999"], "at most 3"),
+    "tree of nothing": (["bench", "{drafter}", "--tree", "0"], "at least 1"),
+    "unknown device": (["bench", "{drafter}", "--device", "foo"], "'foo' cannot be used"),
+    "no data set": (["bench", "{drafter}", "--prompts", "datasets:"], "names no data set"),
     "unknown respond key": (["respond", "temprature=1"], "did you mean 'temperature'"),
     "no recipe": (["respond", "--config", "nowhere.yaml"], "nowhere.yaml"),
     "not a data set": (["audit", "{tmp}"], "{tmp}"),
@@ -179,3 +191,71 @@ def test_a_prompt_longer_than_the_context_is_refused(
     path.write_text("word " * 700)
     status, _, error = outrider("bench", drafter_folder, "--prompts", path)
     assert status == 2 and "512" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"contract": None}, "not a drafter's config"),
+        ({"drafter": None}, "not a drafter's config"),
+        ({"calibration": "x"}, "not a drafter's config"),
+        ({"format": 99}, "format 99"),
+    ],
+    ids=["contract", "drafter", "calibration", "format"],
+)
+def test_an_edited_checkpoint_is_refused(
+    change: dict[str, object],
+    message: str,
+    outrider: Command,
+    drafter_folder: Path,
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(drafter_folder, tmp_path / "d")
+    record = json.loads((tmp_path / "d" / "config.json").read_text())
+    (tmp_path / "d" / "config.json").write_text(json.dumps(record | change))
+    status, _, error = outrider("bench", tmp_path / "d")
+    assert status == 2 and message in error
+
+
+def test_a_contract_that_the_drafter_does_not_keep_is_refused(
+    outrider: Command, drafter_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(drafter_folder, tmp_path / "d")
+    record = json.loads((tmp_path / "d" / "config.json").read_text())
+    record["contract"]["captured_layers"] = [99]
+    (tmp_path / "d" / "config.json").write_text(json.dumps(record))
+    status, _, error = outrider("bench", tmp_path / "d")
+    assert status == 2 and "captured_layers" in error
+
+
+def test_a_target_with_missing_layers_is_refused(
+    outrider: Command, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    """transformers would fill them at random without a word."""
+    shutil.copytree(tiny_target_folder, tmp_path / "t")
+    config = json.loads((tmp_path / "t" / "config.json").read_text())
+    for layers, word in ((5, "missing"), (2, "unexpected")):
+        (tmp_path / "t" / "config.json").write_text(
+            json.dumps(config | {"num_hidden_layers": layers})
+        )
+        status, _, error = outrider("bench", "ngram", "--target", tmp_path / "t")
+        assert status == 2 and "do not fit its config" in error and word in error
+
+
+def test_tree_ranks_beyond_the_vocabulary_are_refused(
+    outrider: Command, drafter_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"parents": [-1, 0], "ranks": [0, 20000]}))
+    status, _, error = outrider("bench", drafter_folder, "--tree", tmp_path / "t.json")
+    assert status == 2 and "ranks are too large" in error
+
+
+def test_brackets_in_a_category_are_only_text(
+    outrider: Command, drafter_folder: Path, tmp_path: Path
+) -> None:
+    message = {"role": "user", "content": "What is the rain?"}
+    row = {"id": "1", "category": "[/bold]", "messages": [message]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    options = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 6]
+    status, printed, _ = outrider("bench", drafter_folder, *options)
+    assert status == 0 and "[/bold]" in printed
