@@ -11,9 +11,10 @@ from rich.console import Console
 from heads.errors import UserError
 from outrider.measuring import (
     MeasureOptions,
+    RunOptions,
     checked_dtype,
     measure_drafters,
-    measuring,
+    with_options,
 )
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -105,7 +106,7 @@ def train(
 
 
 @app.command()
-@measuring
+@with_options
 def bench(
     options: MeasureOptions,
     drafter: Annotated[
@@ -126,7 +127,7 @@ def bench(
 
 
 @app.command()
-@measuring
+@with_options
 def compare(
     options: MeasureOptions,
     drafters: Annotated[list[str], typer.Argument(help="Folders, or kinds without training.")],
@@ -207,35 +208,15 @@ def check(
 
 
 @app.command()
+@with_options
 def generate(
+    options: RunOptions,
     drafter: Annotated[str, typer.Argument(help="A drafter's folder, or ngram.")],
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
-    chain: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None,
-    tree: Annotated[str | None, typer.Option(help="A number of drafts, a file, auto.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    rule: Annotated[str | None, typer.Option(help="Default: the lossless one that fits.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
 ) -> None:
-    """Stream an answer; tokens that were accepted drafts are coloured."""
+    """Stream an answer; tokens that were accepted drafts are green."""
     from outrider.streaming import stream_answer
 
-    options = MeasureOptions(
-        chain=chain,
-        tree=tree,
-        rule=rule,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        target=target,
-        seed=seed,
-    )
     stream_answer(drafter, prompt, options, console)
 
 

@@ -18,15 +18,9 @@ DEFAULT_PROMPTS = Path(__file__).resolve().parents[1] / "configs" / "prompts" / 
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
-    """The options of every command that measures."""
+class RunOptions:
+    """The options of every command that runs a drafter."""
 
-    prompts: Annotated[
-        str | None,
-        typer.Option(help="JSONL or text file, or datasets:ID. Default: forty of our own."),
-    ] = None
-    limit: Annotated[int | None, typer.Option(help="The first N prompts.", min=1)] = None
-    per_category: Annotated[int | None, typer.Option(help="First N a category.", min=1)] = None
     chain: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None
     tree: Annotated[
         str | None,
@@ -42,7 +36,6 @@ class MeasureOptions:
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128
-    batch: Annotated[int, typer.Option(help="Requests at once; only 1 for now.")] = 1
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16"
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: what is there.")] = None
     target: Annotated[
@@ -54,20 +47,34 @@ class MeasureOptions:
     ] = False
 
 
-def measuring(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `MeasureOptions`, handed over as `options`."""
-    hints = get_type_hints(MeasureOptions, include_extras=True)
+@dataclass(frozen=True)
+class MeasureOptions(RunOptions):
+    """The options of every command that measures."""
+
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="JSONL or text file, or datasets:ID. Default: forty of our own."),
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="The first N prompts.", min=1)] = None
+    per_category: Annotated[int | None, typer.Option(help="First N a category.", min=1)] = None
+    batch: Annotated[int, typer.Option(help="Requests at once; only 1 for now.")] = 1
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its parameter `options` (a dataclass) as options of its own."""
+    schema: type[RunOptions] = get_type_hints(command)["options"]
+    hints = get_type_hints(schema, include_extras=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     shared = [
         inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
-        for field in fields(MeasureOptions)
+        for field in fields(schema)
     ]
     parameters = inspect.signature(command).parameters.values()
     own = [p.replace(kind=keyword) for p in parameters if p.name != "options"]
 
     @wraps(command)
     def run(**given: Any) -> None:
-        options = MeasureOptions(**{p.name: given.pop(p.name) for p in shared})
+        options = schema(**{p.name: given.pop(p.name) for p in shared})
         command(**given, options=options)
 
     run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
@@ -95,7 +102,7 @@ def checked_dtype(name: str) -> Any:
 
 
 def open_contenders(
-    specs: Sequence[str], options: MeasureOptions, console: Console
+    specs: Sequence[str], options: RunOptions, console: Console
 ) -> tuple[Any, list[Any]]:
     """The target and every drafter bound to it, each with the settings that it runs at."""
     from infer.compare import Contender

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from heads.errors import UserError
-from outrider.measuring import MeasureOptions, open_contenders
+from outrider.measuring import RunOptions, open_contenders
 
 DRAFTED = "green"
 
@@ -30,7 +30,7 @@ class TokenPrinter:
             self.console.print(Text(piece, style=DRAFTED if drafted else ""), end="")
 
 
-def stream_answer(spec: str, prompt: str, options: MeasureOptions, console: Console) -> None:
+def stream_answer(spec: str, prompt: str, options: RunOptions, console: Console) -> None:
     """Answer one prompt; then say what the drafts were worth."""
     if not prompt.strip():
         raise UserError("the prompt is empty; give the text of a user turn")
