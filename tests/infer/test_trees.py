@@ -225,7 +225,7 @@ def test_ranks_may_be_left_out_of_a_file(tmp_path: Path) -> None:
         ('{"parents": [-1, 2, 0]}', "a parent comes before its child"),
         ('{"parents": [-1, 0], "ranks": [0]}', "1 ranks given for a tree of 2"),
         ('{"parents": [-1, 0, 0], "ranks": [0, 3, 3]}', r"node 0 have ranks \[3, 3\]"),
-        ('{"parents": [-1, 0], "ranks": [0, -2]}', r"ranks \[-2\]"),
+        ('{"parents": [-1, 0], "ranks": [0, -2]}', "ranks start at 0, given -2"),
     ],
 )
 def test_a_file_that_holds_no_tree_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
