@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.cache import TargetCache
 from infer.sampling import Sampling, draw
-from infer.target import TargetCache, TargetModel
+from infer.target import TargetModel
 
 # Tokens a forward of the prefill: larger pieces fall out of the processor's caches.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 16384}

@@ -16,8 +16,9 @@ import torch
 from heads.base import DraftBudget, Drafter, DraftState, Needs
 from heads.errors import UserError
 from heads.tree import TokenTree, TreeShape, chain
+from infer.cache import TargetCache
 from infer.sampling import Sampling
-from infer.target import TargetCache, TargetModel, TargetStates
+from infer.target import TargetModel, TargetStates
 from infer.verify import RandomChoices, Rule, TargetView, check_rule, rule_by_name
 
 PARTS = ("prefill", "target", "draft", "verify", "commit", "other")

@@ -10,8 +10,9 @@ import torch
 
 from heads.base import DraftBudget, Drafter, DraftState
 from heads.tree import chain
+from infer.cache import TargetCache
 from infer.loop import Generation
-from infer.target import TargetCache, TargetModel, TargetStates
+from infer.target import TargetModel, TargetStates
 
 
 @torch.inference_mode()
