@@ -47,6 +47,17 @@ def write_text(file: Path, text: str) -> None:
     write_whole(file, lambda path: path.write_text(text, encoding="utf-8"))
 
 
+def refuse_unwritable(file: Path) -> None:
+    """Raise UserError where `file` could not be written: asked before a long run, not after it."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError("it is a folder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise UserError(f"could not write {file}: {error}; choose another place") from None
+
+
 @contextmanager
 def whole_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder that becomes `out` at the end of the block, or vanishes when it raises.

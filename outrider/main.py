@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from heads.errors import UserError
+from heads.files import refuse_unwritable
 from outrider.measuring import (
     MeasureOptions,
     RunOptions,
@@ -121,6 +122,8 @@ def bench(
     given = [name for name in (drafter, drafter_option) if name is not None]
     if len(given) != 1:
         raise UserError("give one drafter: outrider bench DRAFTER (or --drafter DRAFTER)")
+    if json_file is not None:
+        refuse_unwritable(json_file)
     report = measure_drafters(given, options, console)[0]
     if json_file is not None:
         write_json(json_file, report.to_json())
@@ -134,6 +137,8 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder for report.json, report.html.")] = None,
 ) -> None:
     """Several drafters and prompt lookup on the same prompts, in one run."""
+    if out is not None:
+        refuse_unwritable(out / "report.json")
     reports = measure_drafters([*dict.fromkeys([*drafters, "ngram"])], options, console)
     if out is not None:
         from infer.report import write_report

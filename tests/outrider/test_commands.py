@@ -138,6 +138,11 @@ WRONG = {
     "betas": (["train", "medusa", "optimizer.betas=[2.0,0.9]"], "optimizer.betas"),
     "endless chain": (["bench", "{drafter}", "--chain", "999999"], "at most 3"),
     "tree of nothing": (["bench", "{drafter}", "--tree", "0"], "at least 1"),
+    "record in a folder's place": (["bench", "{drafter}", "--json", "{tmp}"], "it is a folder"),
+    "report below a file": (
+        ["compare", "{drafter}", "--out", "{drafter}/config.json"],
+        "could not write",
+    ),
     "unknown device": (["bench", "{drafter}", "--device", "foo"], "'foo' cannot be used"),
     "no data set": (["bench", "{drafter}", "--prompts", "datasets:"], "names no data set"),
     "unknown respond key": (["respond", "temprature=1"], "did you mean 'temperature'"),
