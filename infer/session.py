@@ -132,7 +132,7 @@ def draft_shape(
 
 def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape, str]:
     """The static tree with the best expected tokens per second here, from measured times."""
-    times = measure_round_times(target, AUTO_SIZES)
+    times = measure_round_times(target, AUTO_SIZES, repeats=15)
     draft_s = measure_draft_time(target, checkpoint.drafter)
 
     def round_time_s(num_nodes: int) -> float:
