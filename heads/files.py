@@ -58,6 +58,12 @@ def refuse_unwritable(file: Path) -> None:
         raise UserError(f"could not write {file}: {error}; choose another place") from None
 
 
+def refuse_existing(out: Path) -> None:
+    """Raise UserError when there is something at `out`."""
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out} exists; remove it or choose another folder")
+
+
 @contextmanager
 def whole_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder that becomes `out` at the end of the block, or vanishes when it raises.
@@ -66,6 +72,8 @@ def whole_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     half-written `out`. Folders above it are made, and go again with it. What lies at `out` is an
     error, or with `replace` it makes room at the very end.
     """
+    if not replace:
+        refuse_existing(out)
     temporary: Path | None = None
     made = [folder for folder in out.parents if not folder.exists()]
     try:

@@ -13,7 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from heads.files import write_text
-from infer.acceptance import AcceptanceReport, PromptRecord, paired_difference
+from infer.acceptance import (
+    AcceptanceReport,
+    PromptRecord,
+    bootstrap,
+    paired_difference,
+    speedup,
+    time_share,
+)
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Outrider: comparison of drafters</title>
@@ -116,7 +123,7 @@ def _by_position(reports: Sequence[AcceptanceReport]) -> Section:
 
 
 def _by_time(reports: Sequence[AcceptanceReport]) -> Section:
-    shares = [r.figures()["time_share"] for r in reports]
+    shares = [time_share(r.prompts) for r in reports]
     head = ["drafter", *(shares[0] if shares else [])]
     rows = [
         [r.name, *(f"{100 * v:.1f} %" for v in share.values())]
@@ -164,13 +171,13 @@ def remarks(reports: Sequence[AcceptanceReport]) -> list[str]:
 
 def verdict(reports: Sequence[AcceptanceReport]) -> list[str]:
     """What to ship by these figures, where they were timed against plain decoding."""
-    timed = [(r, r.figures()) for r in reports]
-    timed = [(r, f) for r, f in timed if math.isfinite(f["speedup"])]
+    timed = [(speedup(r.prompts), r) for r in reports]
+    timed = [(gain, r) for gain, r in timed if math.isfinite(gain)]
     if not timed:
         return []
-    best, figures = max(timed, key=lambda pair: pair[1]["speedup"])
-    measured = f"{best.name}: {with_interval(figures['speedup'], figures['speedup_interval'])}"
-    if figures["speedup"] <= 1:
+    gain, best = max(timed, key=lambda pair: pair[0])
+    measured = f"{best.name}: {with_interval(gain, bootstrap(best.prompts, speedup))}"
+    if gain <= 1:
         lines = [f"none is faster than plain decoding here; the nearest is {measured}"]
     else:
         lines = [f"fastest here is {measured} times plain decoding"]

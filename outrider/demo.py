@@ -10,14 +10,13 @@ from time import perf_counter
 from rich.console import Console
 
 from heads.errors import UserError
-from outrider.measuring import MeasureOptions, measure_drafters
+from outrider.measuring import CONFIGS, MeasureOptions, measure_drafters
 
 KINDS = ("medusa",)
 ENGINE = "vllm"
 RESPOND_MINUTES = 5
 """On a slow machine the answers that are there by then have to do."""
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MEASURE = MeasureOptions(per_category=3, max_new_tokens=96)
 
 

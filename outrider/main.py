@@ -9,16 +9,15 @@ import typer
 from rich.console import Console
 
 from heads.errors import UserError
-from heads.files import refuse_unwritable
+from heads.files import refuse_unwritable, write_text
 from outrider.measuring import (
+    CONFIGS,
     MeasureOptions,
     RunOptions,
     checked_dtype,
     measure_drafters,
     with_options,
 )
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 app = typer.Typer(
     add_completion=False,
@@ -45,7 +44,6 @@ def main() -> None:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a record and say where it is."""
-    from heads.files import write_text
     from infer.report import clean
 
     write_text(path, json.dumps(clean(record), indent=2) + "\n")

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from heads.errors import UserError, unknown_name
 
-DEFAULT_PROMPTS = Path(__file__).resolve().parents[1] / "configs" / "prompts" / "demo.jsonl"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DEFAULT_PROMPTS = CONFIGS / "prompts" / "demo.jsonl"
 
 
 @dataclass(frozen=True)

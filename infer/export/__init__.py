@@ -6,7 +6,8 @@ from pathlib import Path
 
 from heads.base import Checkpoint, SharedWeights, check_contract
 from heads.errors import unknown_name
-from infer.export import contract, vllm
+from heads.files import refuse_existing
+from infer.export import vllm
 from infer.export.read_back import Exported, read_back
 from infer.target import TargetModel
 
@@ -39,7 +40,7 @@ def export_drafter(
     """
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
-    contract.refuse_existing(out)
+    refuse_existing(out)
     shared = None
     if ENGINES[engine].needs_target(checkpoint):
         target = target_loader()

@@ -123,12 +123,6 @@ def _tensor_faults(path: Path, specs: Expected) -> Iterator[str]:
         yield f"{path.name} cannot be read as safetensors: {error}"
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise UserError when there is something at `out`."""
-    if out.exists() or out.is_symlink():
-        raise UserError(f"{out} exists; remove it or choose another folder for the export")
-
-
 def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write config and tensors; tensors that share memory are written out each."""
     separate = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}

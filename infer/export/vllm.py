@@ -60,7 +60,6 @@ def export_vllm(
         name: tensor.to(written) if tensor.is_floating_point() else tensor
         for name, tensor in form.tensors(checkpoint, shared).items()
     }
-    contract.refuse_existing(out)
     with whole_folder(out) as folder:
         contract.write_files(folder, config, tensors)
         contract.prove_files(folder, expected_tensors)
