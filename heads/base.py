@@ -9,7 +9,7 @@ Shapes: B rows, T positions, D target hidden size, A captured layers, V vocabula
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from heads.errors import UserError, unknown_name
 from heads.files import whole_folder
 from heads.schema import Strict, parse
-from heads.tree import TokenTree, TreeShape
+from heads.tree import DynamicTree, TokenTree, TreeShape
 from heads.vocab import VocabMap
 
 FORMAT = 1
@@ -122,12 +122,20 @@ class Criterion(Protocol):
     """The loss of one draft step, computed in chunks of positions."""
 
     def __call__(
-        self, hidden_BTD: Tensor, weight_VD: Tensor, *, step: int, vocab: VocabMap | None = None
+        self,
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        *,
+        step: int,
+        vocab: VocabMap | None = None,
+        features_BTD: Tensor | None = None,
     ) -> StepLoss:
         """Loss sum and counts of draft step `step` (from 0; targets: `heads.align.draft_targets`).
 
         `hidden_BTD` is what the drafter feeds its output matrix `weight_VD`; `vocab` tells the
         target id of each row of the matrix when it covers a draft vocabulary only.
+        `features_BTD` is the drafter's guess of the target's own state one position before the
+        predicted token (`heads.align.teacher_positions`), from a drafter that makes one.
         """
         ...
 
@@ -139,25 +147,27 @@ class DraftState:
     `tokens`: all committed ids, prompt included; the last one is committed but **not yet
     processed** by the target. `hidden_TD` / `captured_TAD`: the target's states at the positions
     that were processed since the last proposal (after prefill: the whole prompt), the last row
-    being position `len(tokens) - 2`.
+    being position `len(tokens) - 2`. `memory` is the drafter's own record of the request (its
+    cache), None at the start.
     """
 
     tokens: list[int]
     hidden_TD: Tensor | None = None
     captured_TAD: Tensor | None = None
+    memory: Any = None
 
 
 @dataclass(frozen=True)
 class DraftBudget:
     """What the loop asks for.
 
-    `shape`: the chain or static tree to fill; a drafter may return a smaller tree, never a larger
-    one. `probs`: None for deterministic drafts (the drafter's best candidates, by rank); else the
+    `shape`: the chain or static tree to fill, or the size of a tree that the drafter shapes by its
+    own confidence; it may return a smaller tree, never a larger one. `probs`: None for deterministic drafts (the drafter's best candidates, by rank); else the
     map from logits [..., V] to probabilities (same temperature and truncation as the target): the
     drafts are then drawn from it with `generator` and come with their `draft_probs_NV`.
     """
 
-    shape: TreeShape
+    shape: TreeShape | DynamicTree
     probs: Callable[[Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
 
@@ -180,6 +190,8 @@ class Drafter(nn.Module, ABC):
     trainable: ClassVar[bool] = True
     can_sample: ClassVar[bool] = False
     """Whether it can draw drafts at random and tell their true probabilities (chains)."""
+    can_grow: ClassVar[bool] = False
+    """Whether it can shape a tree by its own confidence (`heads.tree.DynamicTree`)."""
 
     config: DrafterConfig
     shared: SharedWeights | None = None
@@ -221,8 +233,9 @@ class Drafter(nn.Module, ABC):
     def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
         """A tree whose root is `state.tokens[-1]`."""
 
-    def start(self) -> None:
-        """A new request begins: forget what was kept of the last one."""
+    def propose_batch(self, states: Sequence[DraftState], budget: DraftBudget) -> list[TokenTree]:
+        """A tree for each of several requests: the same trees as one by one."""
+        return [self.propose(state, budget) for state in states]
 
     def contract_fields(self) -> dict[str, Any]:
         """The kind's own part of the contract."""
@@ -239,6 +252,7 @@ class Drafter(nn.Module, ABC):
 def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {"__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"}
+    shared |= {"recurrent", "decoder"}
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 
 

@@ -4,6 +4,7 @@ Training-free; the baseline of every comparison. Source: prompt lookup decoding 
 in transformers' `prompt_lookup_num_tokens`.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,21 @@ class NgramConfig(DrafterConfig):
     min_ngram: int = Field(default=1, ge=1)
 
 
+@dataclass
+class _Index:
+    """Where each n-gram's latest continuation starts, for n-grams that end before the last token."""
+
+    after: dict[tuple[int, ...], int] = field(default_factory=dict)
+    indexed: int = 0
+
+    def extend(self, tokens: list[int], config: NgramConfig) -> None:
+        """Take in the tokens that were committed since."""
+        for end in range(max(self.indexed, 1), len(tokens)):
+            for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
+                self.after[tuple(tokens[end - size : end])] = end
+        self.indexed = len(tokens)
+
+
 class Ngram(Drafter):
     """A chain copied from the text so far, or nothing when the n-gram is new."""
 
@@ -42,7 +58,6 @@ class Ngram(Drafter):
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
         self.config = config
-        self.start()
 
     @classmethod
     def create(
@@ -70,28 +85,17 @@ class Ngram(Drafter):
         """As long as the text so far allows."""
         return None
 
-    def start(self) -> None:
-        """Forget the last request's index."""
-        self._after: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
-
     def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
         """What stood behind the latest earlier occurrence of the longest n-gram at the end."""
         tokens = state.tokens
         draft: list[int] = []
-        self._index(tokens)
+        index = state.memory = state.memory or _Index()
+        index.extend(tokens, self.config)
         for size in range(
             min(self.config.max_ngram, len(tokens) - 1), self.config.min_ngram - 1, -1
         ):
-            start = self._after.get(tuple(tokens[-size:]))
+            start = index.after.get(tuple(tokens[-size:]))
             if start is not None:
                 draft = tokens[start : start + budget.shape.depth]
                 break
         return TokenTree(chain(len(draft)), torch.tensor([tokens[-1], *draft]))
-
-    def _index(self, tokens: list[int]) -> None:
-        """Where each n-gram's continuation starts, for n-grams that end before the last token."""
-        for end in range(max(self._indexed, 1), len(tokens)):
-            for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
-                self._after[tuple(tokens[end - size : end])] = end
-        self._indexed = len(tokens)

@@ -95,6 +95,42 @@ def chain(num_speculative_tokens: int) -> TreeShape:
 
 
 @dataclass(frozen=True)
+class DynamicTree:
+    """A tree that the drafter shapes anew every round by its own confidence (arXiv 2406.16858).
+
+    Level by level the `top_k` likeliest nodes are expanded by their `top_k` candidates, down to
+    `depth`; of all nodes the `num_drafts` with the greatest product of probabilities are kept.
+    """
+
+    num_drafts: int
+    depth: int = 6
+    top_k: int = 10
+
+    def __post_init__(self) -> None:
+        """All at least 1, and no more drafts than the levels can hold."""
+        if min(self.num_drafts, self.depth, self.top_k) < 1:
+            raise UserError(
+                f"a dynamic tree of {self.num_drafts} drafts, depth {self.depth}, top-k "
+                f"{self.top_k} was asked for; expected at least 1 each"
+            )
+        possible = self.top_k + (self.depth - 1) * self.top_k**2
+        if self.num_drafts > possible:
+            raise UserError(
+                f"a dynamic tree of {self.num_drafts} drafts was asked for; depth {self.depth} "
+                f"and top-k {self.top_k} give {possible} candidates at most"
+            )
+
+    def __len__(self) -> int:
+        """Number of nodes at most, root included."""
+        return self.num_drafts + 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node can have two children."""
+        return self.top_k == 1
+
+
+@dataclass(frozen=True)
 class TokenTree:
     """A proposal: the shape, `tokens_N` (int64, on the CPU; node 0 the root), and `draft_probs_NV`.
 

@@ -118,8 +118,6 @@ class _Request:
     def run(self) -> Generation:
         """Prefill, then rounds until an end token or the limit."""
         self._mark = perf_counter()
-        if self.drafter is not None:
-            self.drafter.start()
         with self._timed("prefill"):
             cache = self._prefill()
         while not self.result.ended and len(self.result.tokens) < self.limit:

@@ -31,7 +31,6 @@ def replay(
     states = target.forward(torch.tensor([ids], device=target.device), cache, needs=drafter.needs)
     truth = ids + _continuation(target, states, cache, depth - 1)
     result, root, processed = Generation(tokens=list(text_ids)), len(prompt_ids), 0
-    drafter.start()
     state = DraftState(truth[: root + 1])
     while root < len(ids) - 1:
         span = _Span(states, processed, root)

@@ -54,7 +54,6 @@ def new_drafter(kind: str, target: TargetModel, draft_vocab_size: int | None = N
 
 def state_of(drafter: Drafter, target: TargetModel, tokens: list[int]) -> DraftState:
     """The state after prefilling all tokens but the last."""
-    drafter.start()
     states = target.forward(torch.tensor([tokens[:-1]]), needs=drafter.needs)
     captured = states.captured_BNAD
     return DraftState(tokens, states.hidden_BND[0], captured[0] if captured is not None else None)
