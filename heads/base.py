@@ -162,9 +162,10 @@ class DraftBudget:
     """What the loop asks for.
 
     `shape`: the chain or static tree to fill, or the size of a tree that the drafter shapes by its
-    own confidence; it may return a smaller tree, never a larger one. `probs`: None for deterministic drafts (the drafter's best candidates, by rank); else the
-    map from logits [..., V] to probabilities (same temperature and truncation as the target): the
-    drafts are then drawn from it with `generator` and come with their `draft_probs_NV`.
+    own confidence; it may return a smaller tree, never a larger one. `probs`: None for
+    deterministic drafts (the drafter's best candidates, by rank); else the map from logits [..., V]
+    to probabilities (same temperature and truncation as the target): the drafts are then drawn from
+    it with `generator` and come with their `draft_probs_NV`.
     """
 
     shape: TreeShape | DynamicTree

@@ -33,7 +33,7 @@ class NgramConfig(DrafterConfig):
 
 @dataclass
 class _Index:
-    """Where each n-gram's latest continuation starts, for n-grams that end before the last token."""
+    """Where each n-gram's latest continuation starts, the one at the very end left out."""
 
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0
