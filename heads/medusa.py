@@ -27,7 +27,7 @@ from heads.base import (
 )
 from heads.blocks import OutputHead, ResidualStack, fill_nan
 from heads.errors import UserError
-from heads.tree import TokenTree
+from heads.tree import TokenTree, TreeShape
 from heads.vocab import VocabMap
 
 
@@ -148,6 +148,7 @@ class Medusa(Drafter):
     def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
         """Node of depth d and rank r: candidate r of head d-1, whatever its parent is."""
         shape, tokens = budget.shape, [state.tokens[-1]]
+        assert isinstance(shape, TreeShape), shape
         if shape.depth == 0:
             return TokenTree(shape, torch.tensor(tokens))
         if shape.depth > self.config.num_heads:
@@ -158,7 +159,7 @@ class Medusa(Drafter):
         assert state.hidden_TD is not None
         logits_HV = self.draft_logits(state.hidden_TD[-1], shape.depth)
         if budget.probs is not None:
-            return self._sample(logits_HV, state.tokens[-1], budget)
+            return self._sample(logits_HV, shape, tokens, budget)
         if max(shape.ranks) >= logits_HV.shape[-1]:
             raise UserError(
                 f"the tree asks for candidate {max(shape.ranks)} of {logits_HV.shape[-1]} tokens; "
@@ -173,9 +174,11 @@ class Medusa(Drafter):
         ]
         return TokenTree(shape, torch.tensor(tokens))
 
-    def _sample(self, logits_HV: Tensor, root: int, budget: DraftBudget) -> TokenTree:
+    def _sample(
+        self, logits_HV: Tensor, shape: TreeShape, root: list[int], budget: DraftBudget
+    ) -> TokenTree:
         """A chain drawn from each head's own distribution, with that distribution."""
-        assert budget.probs is not None and budget.shape.is_chain
+        assert budget.probs is not None and shape.is_chain
         if self._vocab is not None:
             full = logits_HV.new_full((len(logits_HV), self.vocab_size), float("-inf"))
             full[:, self._vocab.target_ids_Vd.to(full.device)] = logits_HV
@@ -184,7 +187,7 @@ class Medusa(Drafter):
         drawn = torch.multinomial(probs_HV, 1, generator=budget.generator)[:, 0]
         leaf_V = torch.zeros_like(probs_HV[:1])
         return TokenTree(
-            budget.shape, torch.cat([torch.tensor([root]), drawn]), torch.cat([probs_HV, leaf_V])
+            shape, torch.cat([torch.tensor(root), drawn]), torch.cat([probs_HV, leaf_V])
         )
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:

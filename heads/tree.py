@@ -120,6 +120,10 @@ class DynamicTree:
                 f"and top-k {self.top_k} give {possible} candidates at most"
             )
 
+    def __str__(self) -> str:
+        """For people."""
+        return f"dynamic tree of {self.num_drafts} (depth {self.depth}, top-k {self.top_k})"
+
     def __len__(self) -> int:
         """Number of nodes at most, root included."""
         return self.num_drafts + 1

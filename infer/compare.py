@@ -2,13 +2,14 @@
 
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 
 from heads.base import Drafter
+from heads.tree import DynamicTree
 from infer.acceptance import AcceptanceReport, PromptRecord, Question
 from infer.degenerate import is_degenerate, repeated_share
 from infer.loop import Generation, GenerationSettings, rule_for, speculative_generate
@@ -134,9 +135,10 @@ def top_margin(target: TargetModel, token_ids: list[int]) -> float:
 def describe(
     target: TargetModel, contender: Contender, questions: Sequence[Question]
 ) -> dict[str, Any]:
-    """All that a figure's reader has to know."""
+    """All that a figure's reader has to know; a dynamic tree has sizes at most and no parents."""
     settings, shape = contender.settings, contender.settings.shape
     rule = rule_by_name(settings.rule)
+    dynamic = shape if isinstance(shape, DynamicTree) else None
     return {
         "target": target.name,
         "kind": contender.drafter.kind,
@@ -148,7 +150,8 @@ def describe(
         "num_speculative_tokens": shape.depth,
         "tree_nodes": len(shape) - 1,
         "is_chain": shape.is_chain,
-        "parents": list(shape.parents),
+        "dynamic": asdict(dynamic) if dynamic else None,
+        "parents": None if isinstance(shape, DynamicTree) else list(shape.parents),
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
         "batch": 1,

@@ -14,9 +14,9 @@ from time import perf_counter
 import torch
 
 from heads.base import DraftBudget, Drafter, DraftState, Needs
+from heads.cache import TreeCache
 from heads.errors import UserError
-from heads.tree import TokenTree, TreeShape, chain
-from infer.cache import TargetCache
+from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.sampling import Sampling
 from infer.target import TargetModel, TargetStates
 from infer.verify import RandomChoices, Rule, TargetView, check_rule, rule_by_name
@@ -26,12 +26,15 @@ PARTS = ("prefill", "target", "draft", "verify", "commit", "other")
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How to generate: `shape` is the chain or static tree that every round drafts."""
+    """How to generate: `shape` is the chain or static tree that every round drafts.
+
+    A dynamic tree says how large the trees may be that the drafter shapes by its own confidence.
+    """
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     rule: str = "greedy"
-    shape: TreeShape = field(default_factory=lambda: chain(3))
+    shape: TreeShape | DynamicTree = field(default_factory=lambda: chain(3))
     seed: int = 0
 
 
@@ -140,7 +143,7 @@ class _Request:
         self.result.seconds["other"] += perf_counter() - self._mark
         return self.result
 
-    def _prefill(self) -> TargetCache:
+    def _prefill(self) -> TreeCache:
         """Process the prompt and commit the first new token."""
         prompt = self.state.tokens
         cache = self.target.new_cache(len(prompt) + self.limit + len(self.settings.shape))
@@ -153,13 +156,18 @@ class _Request:
         self._append([first], 0)
         return cache
 
-    def _draft(self, cache: TargetCache) -> TokenTree:
+    def _draft(self, cache: TreeCache) -> TokenTree:
         """The drafter's tree; the root alone without a drafter or where the context ends."""
         shape = self.settings.shape
         if self.drafter is None or cache.length + shape.depth >= self.target.max_positions:
             return TokenTree(chain(0), torch.tensor(self.state.tokens[-1:]))
         probs = self.settings.sampling.probs if self.rule.needs_draft_probs else None
-        return self.drafter.propose(self.state, DraftBudget(shape, probs, self.generator))
+        tree = self.drafter.propose(self.state, DraftBudget(shape, probs, self.generator))
+        assert len(tree.shape) <= len(shape) and tree.shape.depth <= shape.depth, (
+            tree.shape,
+            shape,
+        )
+        return tree
 
     def _refuse_nan(self, states: TargetStates) -> None:
         if not bool(torch.isfinite(states.hidden_BND).all()):
@@ -208,6 +216,8 @@ def rule_for(settings: GenerationSettings, drafter: Drafter | None) -> Rule:
         return rule_by_name("greedy" if settings.sampling.greedy else "topk_tree")
     rule = rule_by_name(settings.rule)
     check_rule(rule, settings.sampling, settings.shape, drafter.can_sample)
+    if isinstance(settings.shape, DynamicTree):
+        check_grows(drafter)
     depth = drafter.max_depth
     if depth is not None and settings.shape.depth > depth:
         raise UserError(
@@ -215,6 +225,16 @@ def rule_for(settings: GenerationSettings, drafter: Drafter | None) -> Rule:
             f"{drafter.kind!r} drafts at most {depth}: use a chain or tree of that depth"
         )
     return rule
+
+
+def check_grows(drafter: Drafter) -> None:
+    """Raise UserError for a drafter that cannot shape a tree by its own confidence."""
+    if not drafter.can_grow:
+        raise UserError(
+            f"a dynamic tree was asked for; a drafter of kind {drafter.kind!r} does not shape "
+            "trees by its own confidence: use a chain (--chain K) or a static tree "
+            "(--tree N, FILE or auto)"
+        )
 
 
 def room(target: TargetModel, prompt_length: int, max_new_tokens: int) -> int:

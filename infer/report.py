@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heads.files import write_text
+from heads.tree import DynamicTree
 from infer.acceptance import (
     AcceptanceReport,
     PromptRecord,
@@ -80,13 +81,10 @@ def _overall(title: str, reports: Sequence[AcceptanceReport]) -> Section:
     rows = []
     for report in reports:
         f, settings = report.figures(), report.settings
-        form = f"chain of {settings['tree_nodes']}"
-        if not settings["is_chain"]:
-            form = f"tree of {settings['tree_nodes']}, depth {settings['num_speculative_tokens']}"
         rows.append(
             [
                 report.name,
-                form,
+                drafts(settings),
                 str(len(report.prompts)),
                 with_interval(f["acceptance_length"], f["acceptance_length_interval"]),
                 number(f["acceptance_length_macro"]),
@@ -220,6 +218,15 @@ def write_report(reports: Sequence[AcceptanceReport], folder: Path) -> None:
     """`report.json` and `report.html` of a comparison."""
     write_text(folder / "report.json", json.dumps(to_json(reports), indent=2) + "\n")
     write_text(folder / "report.html", to_html(reports))
+
+
+def drafts(settings: dict[str, Any]) -> str:
+    """The form of what is drafted, for people."""
+    if settings["dynamic"] is not None:
+        return str(DynamicTree(**settings["dynamic"]))
+    if settings["is_chain"]:
+        return f"chain of {settings['tree_nodes']}"
+    return f"tree of {settings['tree_nodes']}, depth {settings['num_speculative_tokens']}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

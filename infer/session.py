@@ -17,9 +17,9 @@ from heads.base import (
     load_drafter,
 )
 from heads.errors import UserError
-from heads.tree import TokenTree, TreeShape, chain
+from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.export import export_drafter
-from infer.loop import GenerationSettings, speculative_generate
+from infer.loop import GenerationSettings, check_grows, speculative_generate
 from infer.sampling import Sampling
 from infer.target import DType, TargetModel
 from infer.trees import best_static_tree, grow_static_tree, load_tree
@@ -27,12 +27,16 @@ from infer.verify import TargetView, rule_by_name
 
 DEFAULT_CHAIN = 10
 MAX_CHAIN = 512
+DYNAMIC = "dynamic"
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 48)
 
 
 @dataclass(frozen=True)
 class ShapeChoice:
-    """What the user asked to draft: a chain of K, a tree (size, file or `auto`), or neither."""
+    """What the user asked to draft: a chain of K, a tree, or neither.
+
+    A tree is a size, a file, `auto`, or `dynamic:N`, `dynamic:N:DEPTH`, `dynamic:N:DEPTH:TOPK`.
+    """
 
     chain: int | None = None
     tree: str | None = None
@@ -45,6 +49,21 @@ class ShapeChoice:
             raise UserError(f"a tree of {self.tree} drafts was asked for; expected at least 1")
         if self.chain is not None and self.chain < 1:
             raise UserError(f"a chain of {self.chain} drafts was asked for; expected at least 1")
+        if self.dynamic_sizes:
+            DynamicTree(*self.dynamic_sizes)
+
+    @property
+    def dynamic_sizes(self) -> list[int]:
+        """The numbers of a dynamic tree, as many as were given; empty for anything else."""
+        name, *sizes = (self.tree or "").split(":")
+        if name != DYNAMIC:
+            return []
+        if not 1 <= len(sizes) <= 3 or not all(size.isdecimal() for size in sizes):
+            raise UserError(
+                f"--tree {self.tree} given; expected {DYNAMIC}:N, {DYNAMIC}:N:DEPTH or "
+                f"{DYNAMIC}:N:DEPTH:TOPK in whole numbers, such as {DYNAMIC}:60:6:10"
+            )
+        return [int(size) for size in sizes]
 
 
 def is_training_free(spec: str) -> bool:
@@ -99,7 +118,7 @@ def bind_drafter(checkpoint: Checkpoint | None, spec: str, target: TargetModel) 
 
 def draft_shape(
     choice: ShapeChoice, checkpoint: Checkpoint, target: TargetModel
-) -> tuple[TreeShape, str]:
+) -> tuple[TreeShape | DynamicTree, str]:
     """The shape to draft, and a line that says how it was found where it was not simply given.
 
     Without a choice: `auto` when the drafter's accuracies are known, else a chain.
@@ -114,6 +133,8 @@ def draft_shape(
                 f"{checkpoint.drafter.kind!r} drafts at most {limit} here"
             )
         return chain(choice.chain), ""
+    if choice.dynamic_sizes:
+        return dynamic_tree(choice.dynamic_sizes, checkpoint.drafter), ""
     tree = choice.tree or ("auto" if accuracies is not None else None)
     if tree is None:
         return chain(DEFAULT_CHAIN if depth is None else depth), ""
@@ -128,6 +149,14 @@ def draft_shape(
     if tree == "auto":
         return choose_tree(checkpoint, target)
     return grow_static_tree(accuracies, int(tree)), ""
+
+
+def dynamic_tree(sizes: Sequence[int], drafter: Drafter) -> DynamicTree:
+    """A dynamic tree of N, depth and top-k; no deeper than the drafter where no depth was given."""
+    check_grows(drafter)
+    if len(sizes) > 1 or drafter.max_depth is None:
+        return DynamicTree(*sizes)
+    return DynamicTree(sizes[0], min(DynamicTree.depth, drafter.max_depth))
 
 
 def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape, str]:

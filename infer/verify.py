@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError, unknown_name
-from heads.tree import TokenTree, TreeShape
+from heads.tree import DynamicTree, TokenTree, TreeShape
 from infer.sampling import Sampling, draw
 
 TYPICAL_EPSILON = 0.09
@@ -260,7 +260,9 @@ def rule_by_name(name: str) -> Rule:
     return RULES[name]
 
 
-def check_rule(rule: Rule, sampling: Sampling, shape: TreeShape, drafter_has_probs: bool) -> None:
+def check_rule(
+    rule: Rule, sampling: Sampling, shape: TreeShape | DynamicTree, drafter_has_probs: bool
+) -> None:
     """Raise a UserError that names the rules that fit, when this one does not.
 
     At temperature 0 every rule is allowed: p is a one-hot there, and all become greedy.
@@ -277,13 +279,16 @@ def check_rule(rule: Rule, sampling: Sampling, shape: TreeShape, drafter_has_pro
 
 
 def _misfit(
-    rule: Rule, sampling: Sampling, shape: TreeShape, drafter_has_probs: bool
+    rule: Rule, sampling: Sampling, shape: TreeShape | DynamicTree, drafter_has_probs: bool
 ) -> str | None:
     """Why the rule does not fit, or None."""
     if rule.greedy_only and not sampling.greedy:
         return f"takes the most likely token, temperature {sampling.temperature:g} samples"
     if rule.chains_only and not shape.is_chain:
-        return f"verifies chains only, given a tree of {len(shape)} nodes"
+        given = str(shape) if isinstance(shape, DynamicTree) else f"tree of {len(shape)} nodes"
+        return f"verifies chains only, given a {given}"
+    if rule.needs_draft_probs and isinstance(shape, DynamicTree):
+        return f"needs drafts drawn at random, those of a {shape} are the drafter's best candidates"
     if rule.needs_draft_probs and not drafter_has_probs:
         return "needs drafts drawn at random with their probabilities, this drafter gives none"
     return None

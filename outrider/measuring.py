@@ -25,7 +25,10 @@ class RunOptions:
     chain: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None
     tree: Annotated[
         str | None,
-        typer.Option(help="Draft a tree: a number of drafts, a file, or auto (the default)."),
+        typer.Option(
+            help="Draft a tree: a number of drafts, a file, dynamic:N[:DEPTH[:TOPK]] (shaped by "
+            "the drafter's own confidence), or auto (the default)."
+        ),
     ] = None
     rule: Annotated[
         str | None,

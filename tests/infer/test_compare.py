@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heads.base import Drafter, drafter_class
-from heads.tree import chain
+from heads.tree import DynamicTree, chain
 from infer.acceptance import (
     AcceptanceReport,
     PromptRecord,
@@ -17,11 +17,12 @@ from infer.acceptance import (
     macro_acceptance_length,
     paired_difference,
 )
-from infer.compare import Contender, first_difference, measure, measure_acceptance
-from infer.loop import PARTS, GenerationSettings
+from infer.compare import Contender, describe, first_difference, measure, measure_acceptance
+from infer.loop import PARTS, GenerationSettings, speculative_generate
 from infer.report import clean, render, to_html, to_json
 from infer.target import TargetModel
 from infer.trees import grow_static_tree
+from tests.infer.test_loop import PROMPT, Growing
 
 ACCURACIES = [[0.4, 0.2, 0.1], [0.3, 0.1, 0.05], [0.2, 0.1, 0.05]]
 JSON_NAMES = {
@@ -103,6 +104,21 @@ def test_the_json_has_the_names_that_readers_rely_on(tiny_target: TargetModel) -
         assert report["settings"]["bonus_included"] is True
     assert "<table>" in to_html(reports)
     assert render(reports) is not None
+
+
+def test_a_dynamic_tree_is_described_by_its_sizes(tiny_target: TargetModel) -> None:
+    drafter = Growing(speculative_generate(tiny_target, None, PROMPT, GenerationSettings()).tokens)
+    settings = GenerationSettings(12, shape=DynamicTree(60))
+    asked = [Question("q0", "c", tuple(PROMPT)), Question("q1", "c", tuple(PROMPT))]
+    reports = measure(tiny_target, [Contender("own", drafter, settings)], asked)
+    said = to_json(reports)["drafters"]["own"]["settings"]
+    assert said["dynamic"] == {"num_drafts": 60, "depth": 6, "top_k": 10}
+    assert (said["tree_nodes"], said["is_chain"], said["num_speculative_tokens"]) == (60, False, 6)
+    assert said["parents"] is None
+    assert reports[0].divergence()["identical"] == 2
+    assert "dynamic tree of 60 (depth 6, top-k 10)" in to_html(reports)
+    static = describe(tiny_target, contenders(tiny_target, 5)[1], asked)
+    assert static["dynamic"] is None and len(static["parents"]) == 13
 
 
 def test_without_a_baseline_there_is_no_speed_up(tiny_target: TargetModel) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from heads.base import DraftBudget, Drafter, DrafterConfig, DraftState, Needs
 from heads.errors import UserError
-from heads.tree import TokenTree, TreeShape, chain
+from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.loop import GenerationSettings, speculative_generate
 from infer.sampling import Sampling
 from infer.target import TargetModel
@@ -50,6 +50,29 @@ class Scripted(Drafter):
         return TokenTree(chain(len(draft)), torch.tensor([state.tokens[-1], *draft]))
 
 
+class Growing(Scripted):
+    """Shapes its tree by the text so far: wide, deep or small, right along a path of it."""
+
+    kind = "growing"
+    can_grow = True
+    shapes = (
+        TreeShape((-1, 0, 0, 1, 3)),
+        TreeShape((-1, 0, 1, 2, 3)),
+        TreeShape((-1, 0, 0)),
+        TreeShape((-1, 0, 0, 2)),
+    )
+
+    def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
+        assert isinstance(budget.shape, DynamicTree)
+        shape = self.shapes[len(state.tokens) % len(self.shapes)]
+        done = len(state.tokens) - len(PROMPT)
+        right = shape.path(shape.depths.index(shape.depth))
+        tokens = [state.tokens[-1], *[5] * (len(shape) - 1)]
+        for node, token in zip(right[1:], self.text[done : done + shape.depth], strict=False):
+            tokens[node] = token
+        return TokenTree(shape, torch.tensor(tokens))
+
+
 def plain_text(target: TargetModel, length: int = 40) -> list[int]:
     settings = GenerationSettings(max_new_tokens=length)
     return speculative_generate(target, None, PROMPT, settings).tokens
@@ -76,6 +99,41 @@ def test_counts_are_the_rules_own(target: TargetModel) -> None:
     assert result.proposed_per_position == [5, 5, 5, 5]
     assert result.accepted_per_position == [5, 5, 5]
     assert result.from_draft == [False] + [True, True, True, False] * 5
+
+
+def test_a_drafters_own_trees_change_nothing_but_the_counts(target: TargetModel) -> None:
+    text = plain_text(target)
+    settings = GenerationSettings(max_new_tokens=40, shape=DynamicTree(5, depth=4, top_k=3))
+    result = speculative_generate(target, Growing(text), PROMPT, settings)
+    assert result.tokens == text
+    proposed = result.proposed_per_position
+    assert proposed[0] == result.rounds and len(proposed) in (3, 4)
+    assert proposed == sorted(proposed, reverse=True) and proposed[-1] < proposed[0]
+    assert result.drafted < 4 * result.rounds, "counted as they were drafted, not as allowed"
+    assert result.accepted > result.rounds
+
+
+def test_a_drafters_own_trees_keep_clear_of_the_contexts_end() -> None:
+    target = TargetModel(tiny_model(max_position_embeddings=24), tiny_tokenizer(), "short")
+    plain = speculative_generate(target, None, PROMPT, GenerationSettings(max_new_tokens=99))
+    settings = GenerationSettings(max_new_tokens=99, shape=DynamicTree(5, depth=4))
+    ours = speculative_generate(target, Growing(plain.tokens + [5] * 10), PROMPT, settings)
+    assert ours.tokens == plain.tokens
+
+
+def test_a_drafter_that_cannot_shape_a_tree_says_what_to_use(target: TargetModel) -> None:
+    settings = GenerationSettings(shape=DynamicTree(5))
+    with pytest.raises(UserError, match=r"kind 'scripted' does not shape .*--chain K.* static"):
+        speculative_generate(target, Scripted([]), PROMPT, settings)
+
+
+def test_a_dynamic_tree_deeper_than_the_drafter_is_refused(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Growing, "max_depth", 4)
+    settings = GenerationSettings(shape=DynamicTree(5, depth=5))
+    with pytest.raises(UserError, match=r"5 draft tokens in a row .* at most 4"):
+        speculative_generate(target, Growing([]), PROMPT, settings)
 
 
 def test_the_limit_cuts_inside_an_accepted_path(target: TargetModel) -> None:

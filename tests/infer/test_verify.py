@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError
-from heads.tree import TokenTree, TreeShape, chain
+from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.sampling import Sampling
 from infer.verify import (
     RULES,
@@ -166,6 +166,25 @@ def draft_ranked(shape: TreeShape, drafter: World, prefix: Text) -> TokenTree:
     return TokenTree(shape, torch.tensor(tokens))
 
 
+def draft_grown(size: DynamicTree, drafter: World, prefix: Text) -> TokenTree:
+    """A tree of the drafter's likeliest paths, another one after every prefix."""
+    levels: list[list[tuple[float, Text]]] = [[(1.0, ())]]
+    for _ in range(size.depth):
+        best = sorted(levels[-1], key=lambda node: -node[0])[: size.top_k]
+        levels.append(
+            [
+                (value * drafter.after((*prefix, *path))[token], (*path, token))
+                for value, path in best
+                for token in drafter.best((*prefix, *path))[: size.top_k]
+            ]
+        )
+    found = [node for level in levels[1:] for node in level if node[0] > 0]
+    kept = sorted(found, key=lambda node: (-node[0], len(node[1])))[: size.num_drafts]
+    paths = [(), *sorted((path for _, path in kept), key=len)]
+    parents = tuple(paths.index(path[:-1]) if path else -1 for path in paths)
+    return TokenTree(TreeShape(parents), torch.tensor([p[-1] if p else ROOT_TOKEN for p in paths]))
+
+
 def draft_sampled(shape: TreeShape, drafter: World, prefix: Text, choices: Choices) -> TokenTree:
     """A chain drawn from the drafter, with its q."""
     tokens, probs = [ROOT_TOKEN], [drafter.after(prefix)]
@@ -188,18 +207,25 @@ def emitted(tree: TokenTree, verdict: Verdict) -> Text:
 
 
 def one_round(
-    rule: Rule, target: World, drafter: World, shape: TreeShape, prefix: Text, choices: Choices
+    rule: Rule,
+    target: World,
+    drafter: World,
+    shape: TreeShape | DynamicTree,
+    prefix: Text,
+    choices: Choices,
 ) -> Text:
     """Draft, verify, and what is emitted."""
     if rule.needs_draft_probs:
         tree = draft_sampled(shape, drafter, prefix, choices)
+    elif isinstance(shape, DynamicTree):
+        tree = draft_grown(shape, drafter, prefix)
     else:
         tree = draft_ranked(shape, drafter, prefix)
     return emitted(tree, rule.apply(tree, view(tree, target, prefix), choices))
 
 
 def speculative_law(
-    rule: Rule, target: World, drafter: World, shape: TreeShape, length: int
+    rule: Rule, target: World, drafter: World, shape: TreeShape | DynamicTree, length: int
 ) -> Law:
     """The joint law of the first `length` tokens, over as many rounds as they take."""
     laws: dict[Text, Law] = {}
@@ -253,6 +279,17 @@ def test_topk_tree_emits_the_targets_joint_law(
     drafter = World(vocab_size, seed + 100, near=target)
     found = speculative_law(RULES["topk_tree"], target, drafter, shape, length)
     assert_same_law(found, target.law(length))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_topk_tree_emits_the_targets_joint_law_along_the_drafters_own_trees(seed: int) -> None:
+    target = World(4, seed)
+    drafter = World(4, seed + 100, near=target)
+    size = DynamicTree(5, depth=3, top_k=2)
+    shapes = {draft_grown(size, drafter, prefix).shape for prefix in [(), (0,), (1,), (2,), (3,)]}
+    assert len(shapes) > 1
+    found = speculative_law(RULES["topk_tree"], target, drafter, size, 4)
+    assert_same_law(found, target.law(4))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -711,10 +748,16 @@ def test_only_typical_acceptance_is_labelled_lossy() -> None:
             r"with their probabilities, .* typical \(lossy\)",
         ),
         ("token", Sampling(0.0), chain(3), False, r"probabilities, .* use one of: greedy, topk_"),
+        ("token", Sampling(0.7), DynamicTree(60), True, r"chains only, given a dynamic tree of 60"),
+        ("token", Sampling(0.7), DynamicTree(5, 6, 1), True, r"at random, those of a dynamic tree"),
     ],
 )
 def test_a_rule_that_does_not_fit_names_those_that_do(
-    rule: str, sampling: Sampling, shape: TreeShape, has_probs: bool, complaint: str
+    rule: str,
+    sampling: Sampling,
+    shape: TreeShape | DynamicTree,
+    has_probs: bool,
+    complaint: str,
 ) -> None:
     with pytest.raises(UserError, match=complaint) as error:
         check_rule(RULES[rule], sampling, shape, has_probs)
@@ -727,3 +770,5 @@ def test_rules_that_fit_pass() -> None:
     check_rule(RULES["topk_tree"], Sampling(1.0), TWO_BY_TWO, False)
     check_rule(RULES["typical"], Sampling(0.5), TWO_BY_TWO, False)
     check_rule(RULES["topk_tree"], Sampling(), chain(3), False)
+    check_rule(RULES["topk_tree"], Sampling(1.0), DynamicTree(60), False)
+    check_rule(RULES["greedy"], Sampling(), DynamicTree(60), False)

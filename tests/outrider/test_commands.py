@@ -106,6 +106,14 @@ WRONG = {
     "no drafter": (["bench"], "give one drafter"),
     "chain too long": (["bench", "{drafter}", "--chain", "4"], "at most 3"),
     "both shapes": (["bench", "{drafter}", "--chain", "2", "--tree", "4"], "give one of them"),
+    "tree of its own": (["bench", "{drafter}", "--tree", "dynamic:60"], "does not shape trees"),
+    "dynamic without a size": (["bench", "{drafter}", "--tree", "dynamic"], "expected dynamic:N"),
+    "dynamic in words": (["bench", "{drafter}", "--tree", "dynamic:6:x"], "in whole numbers"),
+    "dynamic of none": (["bench", "{drafter}", "--tree", "dynamic:0"], "at least 1 each"),
+    "dynamic too big": (
+        ["bench", "{drafter}", "--tree", "dynamic:9:2:2"],
+        "depth 2 and top-k 2 give 6 candidates",
+    ),
     "unknown rule": (["bench", "{drafter}", "--rule", "gredy"], "did you mean 'greedy'"),
     "rule that does not fit": (
         ["bench", "{drafter}", "--rule", "greedy", "--temperature", "1"],
