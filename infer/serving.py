@@ -29,6 +29,9 @@ from infer.target import TargetModel, resolve
 
 __all__ = ["CheckResult", "CheckSettings", "check", "open_exported"]
 
+DEFAULT_DEPTH = 3
+"""The K of a drafter that has no depth of its own, where none is asked for."""
+
 
 @dataclass(frozen=True)
 class CheckSettings:
@@ -70,11 +73,11 @@ def check(
     """
     check_contract(exported.checkpoint.contract, target.identity, str(exported.folder))
     engine = _engine(exported, target, questions, settings, endpoint)
-    deepest = exported.drafter.max_depth or settings.num_speculative_tokens or 1
-    depth = engine.depth(settings.num_speculative_tokens, deepest)
+    deepest = exported.drafter.max_depth
+    depth = engine.depth(settings.num_speculative_tokens, deepest or DEFAULT_DEPTH)
     refuse_depth(depth, deepest, exported)
     refuse_prompts(questions, min(target.max_positions, engine.max_model_len), settings, depth)
-    drafter = exported.bound(target.dtype, target.device, target.shared.embed_VD)
+    drafter = exported.bound(target.dtype, target.device, target.shared)
     outputs, ours = measure_ours(target, drafter, questions, settings, depth)
     run = engine.run(_job(target, questions, settings, depth))
     replayed = None
@@ -144,9 +147,14 @@ def engine_counts(run: EngineRun, depth: int) -> Counts:
     )
 
 
-def refuse_depth(depth: int, deepest: int, exported: Exported) -> None:
-    """Raise UserError when more draft tokens are asked for than the drafter has heads or steps."""
-    if not 1 <= depth <= deepest:
+def refuse_depth(depth: int, deepest: int | None, exported: Exported) -> None:
+    """Raise UserError when more draft tokens are asked for than the drafter has heads or steps.
+
+    `deepest` None is a drafter that feeds on itself, as long as it is asked to.
+    """
+    if deepest is None and depth < 1:
+        raise UserError(f"{depth} draft tokens a round were asked for; use a K of at least 1")
+    if deepest is not None and not 1 <= depth <= deepest:
         raise UserError(
             f"{depth} draft tokens a round were asked for and {exported.folder} drafts at most "
             f"{deepest}; use a K of 1 to {deepest}"
@@ -217,7 +225,7 @@ def _engine(
     if endpoint is not None:
         return VllmServer(endpoint, settings.timeout_s)
     python, source = find_vllm_python(), resolve(target.name)
-    depth = settings.num_speculative_tokens or exported.drafter.max_depth or 1
+    depth = settings.num_speculative_tokens or exported.drafter.max_depth or DEFAULT_DEPTH
     longest = max((_needed(q, settings, depth) for q in questions), default=0)
     return VllmProcess(
         python=python,

@@ -9,19 +9,13 @@ import torch
 
 from heads.base import (
     Checkpoint,
-    Contract,
     Drafter,
-    check_contract,
-    drafter_class,
-    drafter_kinds,
-    load_drafter,
 )
 from heads.errors import UserError
 from heads.tree import DynamicTree, TokenTree, TreeShape, chain
-from infer.export import export_drafter
 from infer.loop import GenerationSettings, check_grows, speculative_generate
 from infer.sampling import Sampling
-from infer.target import DType, TargetModel
+from infer.target import TargetModel
 from infer.trees import best_static_tree, grow_static_tree, load_tree
 from infer.verify import TargetView, rule_by_name
 
@@ -64,56 +58,6 @@ class ShapeChoice:
                 f"{DYNAMIC}:N:DEPTH:TOPK in whole numbers, such as {DYNAMIC}:60:6:10"
             )
         return [int(size) for size in sizes]
-
-
-def is_training_free(spec: str) -> bool:
-    """Whether `spec` names a kind that needs no checkpoint (and no folder of that name exists)."""
-    return spec in drafter_kinds() and not Path(spec).exists() and not drafter_class(spec).trainable
-
-
-def read_drafter(spec: str) -> Checkpoint | None:
-    """The checkpoint that `spec` names; None for a kind that needs none."""
-    if is_training_free(spec):
-        return None
-    if not Path(spec).is_dir():
-        free = [kind for kind in drafter_kinds() if not drafter_class(kind).trainable]
-        raise UserError(
-            f"no such drafter: {spec}; expected a folder written by outrider train, "
-            f"or one of the kinds that need no training: {', '.join(free)}"
-        )
-    return load_drafter(Path(spec))
-
-
-def open_target(
-    checkpoints: Sequence[Checkpoint | None],
-    name: str | None,
-    dtype: DType,
-    device: str | None,
-    trust_remote_code: bool = False,
-) -> TargetModel:
-    """The target by name, or the one that the first checkpoint was trained for."""
-    contracts = [c.contract for c in checkpoints if c is not None]
-    if name is None:
-        if not contracts:
-            raise UserError("no target: these drafters need no training, so name one by --target")
-        name = contracts[0].target.name
-    revision = next((c.target.revision for c in contracts if c.target.name == name), None)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return TargetModel.load(
-        name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
-    )
-
-
-def bind_drafter(checkpoint: Checkpoint | None, spec: str, target: TargetModel) -> Checkpoint:
-    """The drafter ready to draft for `target`: its contract checked, its tensors in place."""
-    if checkpoint is None:
-        cls = drafter_class(spec)
-        drafter = cls.create(cls.Config(kind=spec), target.identity, target.shared)
-        return Checkpoint(drafter, Contract(target=target.identity))
-    check_contract(checkpoint.contract, target.identity, str(checkpoint.path))
-    checkpoint.drafter.to(device=target.device, dtype=target.dtype)
-    checkpoint.drafter.bind(target.shared)
-    return checkpoint
 
 
 def draft_shape(
@@ -210,25 +154,6 @@ def measure_round_times(
                     times[size + 1].append(perf_counter() - start)
                 cache.commit(context, [])
     return {nodes: sorted(values)[len(values) // 2] for nodes, values in times.items()}
-
-
-def export_from(
-    spec: str, engine: str, out: Path, dtype: DType | None = None, target: str | None = None
-) -> Path:
-    """Export the drafter that `spec` names; without a `dtype`, in the one of its target."""
-    checkpoint = read_drafter(spec)
-    if checkpoint is None:
-        raise UserError(
-            f"{spec} needs no training and has nothing to export; engines have their own"
-        )
-    own = checkpoint.contract.target.dtype
-    return export_drafter(
-        checkpoint,
-        engine,
-        out,
-        lambda: open_target([checkpoint], target, "float32", "cpu"),
-        dtype or own,
-    )
 
 
 def default_rule(temperature: float, rule: str | None) -> str:

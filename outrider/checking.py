@@ -24,8 +24,8 @@ def run_check(
     from distill.questions import load_questions
     from heads.errors import unknown_name
     from infer.export import ENGINES
+    from infer.opening import open_target
     from infer.serving import CheckSettings, check, open_exported
-    from infer.session import open_target
 
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)

@@ -76,7 +76,7 @@ def _train(kind: str, output: Path) -> None:
 
 
 def _export(drafter: Path, out: Path, console: Console) -> None:
-    from infer.session import export_from
+    from infer.opening import export_from
 
     if out.exists():
         console.print(f"{out} is there already and stays as it is; remove it to export again")

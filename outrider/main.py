@@ -109,7 +109,8 @@ def train(
 def bench(
     options: MeasureOptions,
     drafter: Annotated[
-        str | None, typer.Argument(help="A drafter's folder, or a kind without training (ngram).")
+        str | None,
+        typer.Argument(help="A drafter's folder or hub id, or a kind without training (ngram)."),
     ] = None,
     drafter_option: Annotated[
         str | None, typer.Option("--drafter", help="The same, as an option.")
@@ -131,7 +132,9 @@ def bench(
 @with_options
 def compare(
     options: MeasureOptions,
-    drafters: Annotated[list[str], typer.Argument(help="Folders, or kinds without training.")],
+    drafters: Annotated[
+        list[str], typer.Argument(help="Folders, hub ids, kinds without training.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Folder for report.json, report.html.")] = None,
 ) -> None:
     """Several drafters and prompt lookup on the same prompts, in one run."""
@@ -147,7 +150,7 @@ def compare(
 
 @app.command()
 def export(
-    drafter: Annotated[str, typer.Argument(help="A drafter's folder.")],
+    drafter: Annotated[str, typer.Argument(help="A drafter's folder or hub id.")],
     to: Annotated[str, typer.Option("--to", help="The engine: vllm.")],
     out: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")],
     dtype: Annotated[
@@ -156,9 +159,11 @@ def export(
     target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
 ) -> None:
     """A drafter in the exact form that a serving engine loads."""
-    from infer.session import export_from
+    from infer.opening import export_from
 
-    folder = export_from(drafter, to, out, checked_dtype(dtype) if dtype else None, target)
+    folder = export_from(
+        drafter, to, out, checked_dtype(dtype) if dtype else None, target, console.print
+    )
     console.print(f"exported to {folder}")
 
 
@@ -214,7 +219,7 @@ def check(
 @with_options
 def generate(
     options: RunOptions,
-    drafter: Annotated[str, typer.Argument(help="A drafter's folder, or ngram.")],
+    drafter: Annotated[str, typer.Argument(help="A drafter's folder or hub id, or ngram.")],
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
 ) -> None:
     """Stream an answer; tokens that were accepted drafts are green."""

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args, get_type_hints
 
@@ -111,16 +111,9 @@ def open_contenders(
     """The target and every drafter bound to it, each with the settings that it runs at."""
     from infer.compare import Contender
     from infer.loop import GenerationSettings
+    from infer.opening import bind_drafter, is_training_free, open_target, read_drafter
     from infer.sampling import Sampling
-    from infer.session import (
-        ShapeChoice,
-        bind_drafter,
-        default_rule,
-        draft_shape,
-        is_training_free,
-        open_target,
-        read_drafter,
-    )
+    from infer.session import ShapeChoice, default_rule, draft_shape
 
     choice = ShapeChoice(options.chain, options.tree)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
@@ -132,14 +125,20 @@ def open_contenders(
     )
     contenders = []
     for name, spec, checkpoint in zip(names(specs), specs, checkpoints, strict=True):
-        bound = bind_drafter(checkpoint, spec, target)
+        say = partial(_say, console, name)
+        bound = bind_drafter(checkpoint, spec, target, say)
         beside = len(specs) > 1 and is_training_free(spec) and options.chain is None
         shape, note = draft_shape(ShapeChoice() if beside else choice, bound, target)
         if note:
-            console.print(f"{name}: {note}")
+            say(note)
         settings = GenerationSettings(options.max_new_tokens, sampling, rule, shape, options.seed)
         contenders.append(Contender(name, bound.drafter, settings))
     return target, contenders
+
+
+def _say(console: Console, name: str, note: str) -> None:
+    """A line on one drafter; brackets are not markup."""
+    console.print(f"{name}: {note}", markup=False)
 
 
 def measure_drafters(specs: Sequence[str], options: MeasureOptions, console: Console) -> list[Any]:

@@ -8,10 +8,23 @@ from heads.base import Checkpoint, SharedWeights, check_contract
 from heads.errors import unknown_name
 from heads.files import refuse_existing
 from infer.export import vllm
+from infer.export.public import Found, PublicFolder, fetch, is_hub_id, open_folder, read_public
 from infer.export.read_back import Exported, read_back
 from infer.target import TargetModel
 
-__all__ = ["ENGINES", "Engine", "Exported", "export_drafter", "read_back"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Exported",
+    "Found",
+    "PublicFolder",
+    "export_drafter",
+    "fetch",
+    "is_hub_id",
+    "open_folder",
+    "read_back",
+    "read_public",
+]
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,14 @@ FILES = (CONFIG, WEIGHTS)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor must be; floating-point values must be finite too."""
+    """What one tensor must be; floating-point values must be finite too.
+
+    `fault` says what is wrong with the values of a tensor of that shape and dtype.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    fault: Callable[[Tensor], str | None] | None = None
 
     def faults(self, name: str, tensor: Tensor) -> Iterator[str]:
         """What is wrong with a tensor of that name."""
@@ -39,6 +43,8 @@ class TensorSpec:
             yield f"{name} is {tensor.dtype}, expected {self.dtype}"
         elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             yield f"{name} holds NaN or infinity"
+        elif self.fault is not None and (reason := self.fault(tensor)):
+            yield f"{name} {reason}"
 
 
 Expected = dict[str, TensorSpec]
@@ -47,19 +53,23 @@ Expected = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class Traps:
-    """Strings in a folder's path by which an engine overrides the method that it was told."""
+    """Strings in a folder's path by which an engine overrides the method that it was told.
+
+    `methods`: the method that each string stands for.
+    """
 
     engine: str
-    strings: tuple[str, ...]
+    methods: Mapping[str, str]
 
-    def refuse(self, folder: Path) -> None:
-        """Raise UserError when the absolute path holds one of the strings."""
+    def refuse(self, folder: Path, method: str) -> None:
+        """Raise UserError when the absolute path holds the string of another method."""
         path = os.path.abspath(folder)
-        found = [string for string in self.strings if string in path.lower()]
+        others = [string for string, stands_for in self.methods.items() if stands_for != method]
+        found = [string for string in others if string in path.lower()]
         if found:
             raise UserError(
                 f"{path} contains {found[0]!r}: {self.engine} would take the drafter for one of "
-                f"another method by its path; use a path without {', '.join(self.strings)}"
+                f"another method by its path; use a path without {', '.join(others)}"
             )
 
 
@@ -71,18 +81,12 @@ def dtype_named(name: object, where: str) -> torch.dtype:
     return dtype
 
 
-def prove(folder: Path, expected: Callable[[Mapping[str, Any]], Expected], traps: Traps) -> None:
+def prove_files(folder: Path, expected: Callable[[Mapping[str, Any]], Expected]) -> None:
     """Prove a folder complete and exact, or raise UserError with every fault found.
 
     `expected` gives the tensors that a config promises. Nothing may be missing or extra; shapes,
-    dtypes and values are checked.
+    dtypes and values are checked. Where the folder lies is another question (`Traps`).
     """
-    traps.refuse(folder)
-    prove_files(folder, expected)
-
-
-def prove_files(folder: Path, expected: Callable[[Mapping[str, Any]], Expected]) -> None:
-    """The part of the proof that does not depend on where the folder lies."""
     try:
         specs = expected(read_config(folder))
     except (KeyError, TypeError) as error:

@@ -28,14 +28,25 @@ from heads.base import (
     fill,
 )
 from heads.errors import UserError
+from infer.export.public_forms import recognised
+
+READING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True)
 class Exported:
     """A drafter out of a folder, not bound yet: `target` is what it was made for.
 
-    `method` is the engine's name for its kind; `lm_head_VD` is the shared output matrix that the
-    folder ships, None when the drafter has output matrices of its own.
+    `method` is the engine's name for its kind; `lm_head_VD` is the target's output matrix as the
+    folder ships it, None where it ships none.
     """
 
     folder: Path
@@ -47,13 +58,17 @@ class Exported:
     @property
     def checkpoint(self) -> Checkpoint:
         """The drafter with the contract that the folder tells."""
-        return Checkpoint(self.drafter, Contract(target=self.target), path=self.folder)
+        contract = Contract(target=self.target, **self.drafter.contract_fields())
+        return Checkpoint(self.drafter, contract, path=self.folder)
 
-    def bound(self, dtype: torch.dtype, device: torch.device, embed_VD: Tensor) -> Drafter:
-        """The drafter, ready to draft: in that dtype, over the matrix that the folder ships."""
+    def bound(self, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> Drafter:
+        """The drafter, ready to draft: in that dtype, over the matrix that the folder ships.
+
+        `shared` holds the target's tensors, for what the folder does not ship.
+        """
         drafter = self.drafter.to(device=device, dtype=dtype)
-        matrix_VD = embed_VD if self.lm_head_VD is None else self.lm_head_VD
-        drafter.bind(SharedWeights(matrix_VD.to(device=device, dtype=dtype), embed_VD))
+        matrix_VD = shared.lm_head_VD if self.lm_head_VD is None else self.lm_head_VD
+        drafter.bind(SharedWeights(matrix_VD.to(device=device, dtype=dtype), shared.embed_VD))
         return drafter.eval()
 
 
@@ -62,10 +77,10 @@ def read_back(folder: Path) -> Exported:
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         tensors = load_file(folder / "model.safetensors")
-        read = READERS[config["model_type"]]
+        read = READERS[config["architectures"][0]]
         target = TargetIdentity.model_validate(config["outrider_target"])
         return read(config, tensors, target, folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except READING_ERRORS as error:
         raise UserError(
             f"{folder} cannot be read as an exported drafter ({error!r}); "
             "give a folder written by outrider export"
@@ -89,4 +104,16 @@ def _read_medusa(
     return Exported(folder, "medusa", drafter, target, lm_head_VD)
 
 
-READERS: dict[str, Callable[..., Exported]] = {"medusa": _read_medusa}
+def _read_decoder(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: TargetIdentity, folder: Path
+) -> Exported:
+    """An exported folder is also a public one; the engine's method has the name of our kind."""
+    form = recognised(config, tensors, str(folder))
+    return Exported(folder, form.kind, form.drafter(target), target, None)
+
+
+READERS: dict[str, Callable[..., Exported]] = {
+    "MedusaModel": _read_medusa,
+    "LlamaForCausalLM": _read_decoder,
+    "LlamaForCausalLMEagle3": _read_decoder,
+}

@@ -12,7 +12,8 @@ from rich.table import Table
 from heads.tree import chain
 from infer.acceptance import DECODE_PARTS, PromptRecord, Question, time_share
 from infer.loop import GenerationSettings, speculative_generate
-from infer.session import bind_drafter, measure_round_times
+from infer.opening import bind_drafter
+from infer.session import measure_round_times
 from infer.target import TargetModel
 
 SIZES = (4, 8, 16, 24, 32, 64)

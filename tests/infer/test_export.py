@@ -18,7 +18,8 @@ from heads.base import Checkpoint, Contract, Drafter, drafter_class
 from heads.errors import UserError
 from heads.vocab import VocabMap
 from infer.export import export_drafter, read_back
-from infer.export.vllm import never_chosen_outside, prove_vllm
+from infer.export.vllm import prove_vllm
+from infer.export.vllm_medusa import never_chosen_outside
 from infer.target import TargetModel
 from tests.conftest import tiny_model, tiny_tokenizer
 
@@ -78,7 +79,7 @@ def test_read_back_drafter_has_the_originals_logits_bit_for_bit(
 ) -> None:
     checkpoint = made(tiny_target, **FORMS[form])
     out = export_drafter(checkpoint, "vllm", tmp_path / "out", lambda: tiny_target)
-    back = read_back(out).bound(torch.float32, torch.device("cpu"), tiny_target.shared.embed_VD)
+    back = read_back(out).bound(torch.float32, torch.device("cpu"), tiny_target.shared)
     hidden_ND = states(tiny_target)
     assert torch.equal(draft_logits(back, hidden_ND), draft_logits(checkpoint.drafter, hidden_ND))
 
@@ -88,7 +89,7 @@ def test_read_back_draft_vocabulary_drafts_what_the_original_drafts(
 ) -> None:
     checkpoint = made(tiny_target, **FORMS["vocab"])
     out = export_drafter(checkpoint, "vllm", tmp_path / "out", lambda: tiny_target)
-    back = read_back(out).bound(torch.float32, torch.device("cpu"), tiny_target.shared.embed_VD)
+    back = read_back(out).bound(torch.float32, torch.device("cpu"), tiny_target.shared)
     ids: Any = checkpoint.drafter.draft_ids
     hidden_ND = states(tiny_target)
     original = draft_logits(checkpoint.drafter, hidden_ND)

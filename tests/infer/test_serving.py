@@ -54,7 +54,7 @@ def opened(folder: Path) -> Exported:
 @pytest.fixture
 def truth(opened: Exported, tiny_target: TargetModel) -> EngineRun:
     """What a right engine would answer."""
-    drafter = opened.bound(torch.float32, torch.device("cpu"), tiny_target.shared.embed_VD)
+    drafter = opened.bound(torch.float32, torch.device("cpu"), tiny_target.shared)
     outputs, counts = measure_ours(tiny_target, drafter, QUESTIONS, SETTINGS, 2)
     return EngineRun(
         engine="vLLM 0",

@@ -1,0 +1,151 @@
+"""From what a user names to what drafts: a target, and drafters read, bound and exported.
+
+A drafter is named by a kind that needs no training, a folder, or an id on the model hub. A folder
+is one of ours, trained or exported, or a public one, which is read against a target by name.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from heads.base import (
+    Checkpoint,
+    Contract,
+    TargetIdentity,
+    check_contract,
+    drafter_class,
+    drafter_kinds,
+)
+from heads.errors import UserError
+from infer.export import (
+    Exported,
+    Found,
+    PublicFolder,
+    export_drafter,
+    fetch,
+    is_hub_id,
+    open_folder,
+    read_public,
+)
+from infer.target import DType, TargetModel
+
+
+def is_training_free(spec: str) -> bool:
+    """Whether `spec` names a kind that needs no checkpoint (and no folder of that name exists)."""
+    return spec in drafter_kinds() and not Path(spec).exists() and not drafter_class(spec).trainable
+
+
+def read_drafter(spec: str) -> Found | None:
+    """What `spec` names: a folder, or an id on the model hub; None for a kind that needs none."""
+    if is_training_free(spec):
+        return None
+    if Path(spec).is_dir():
+        return open_folder(Path(spec))
+    if is_hub_id(spec):
+        return open_folder(fetch(spec))
+    free = [kind for kind in drafter_kinds() if not drafter_class(kind).trainable]
+    raise UserError(
+        f"no such drafter: {spec}; expected a folder written by outrider train, a folder or "
+        "model hub id of a public drafter, "
+        f"or one of the kinds that need no training: {', '.join(free)}"
+    )
+
+
+def open_target(
+    drafters: Sequence[Found | None],
+    name: str | None,
+    dtype: DType,
+    device: str | None,
+    trust_remote_code: bool = False,
+) -> TargetModel:
+    """The target by name, or the one that the first drafter with a contract was trained for."""
+    identities = [target for target in map(_trained_for, drafters) if target is not None]
+    if name is None:
+        if not identities:
+            raise UserError(_no_target(drafters))
+        name = identities[0].name
+    revision = next((target.revision for target in identities if target.name == name), None)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return TargetModel.load(
+        name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def _trained_for(drafter: Found | None) -> TargetIdentity | None:
+    match drafter:
+        case Checkpoint():
+            return drafter.contract.target
+        case Exported():
+            return drafter.target
+    return None
+
+
+def _no_target(drafters: Sequence[Found | None]) -> str:
+    public = [str(found.folder) for found in drafters if isinstance(found, PublicFolder)]
+    if public:
+        return (
+            f"no target: {public[0]} does not say which target it was trained for; "
+            "name it by --target"
+        )
+    return "no target: these drafters need no training, so name one by --target"
+
+
+def bind_drafter(
+    found: Found | None, spec: str, target: TargetModel, say: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """The drafter ready to draft for `target`: its contract checked, its tensors in place.
+
+    `say` hears what the user should know of a public drafter.
+    """
+    if found is None:
+        cls = drafter_class(spec)
+        drafter = cls.create(cls.Config(kind=spec), target.identity, target.shared)
+        return Checkpoint(drafter, Contract(target=target.identity))
+    checkpoint = checkpoint_of(found, target, say)
+    if isinstance(found, Exported):
+        found.bound(target.dtype, target.device, target.shared)
+    else:
+        checkpoint.drafter.to(device=target.device, dtype=target.dtype)
+        checkpoint.drafter.bind(target.shared)
+    return checkpoint
+
+
+def checkpoint_of(
+    found: Found, target: TargetModel, say: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """The drafter with its contract, which must be one for `target`; not bound yet."""
+    if isinstance(found, PublicFolder):
+        checkpoint, notes = read_public(found.folder, target)
+        for note in notes if say else []:
+            say(note)  # type: ignore[misc]
+        return checkpoint
+    checkpoint = found if isinstance(found, Checkpoint) else found.checkpoint
+    check_contract(checkpoint.contract, target.identity, str(checkpoint.path))
+    return checkpoint
+
+
+def export_from(
+    spec: str,
+    engine: str,
+    out: Path,
+    dtype: DType | None = None,
+    target: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Path:
+    """Export the drafter that `spec` names; without a `dtype`, in the one of its target.
+
+    The target is opened only where the drafter has to be read against it, or is written with it.
+    """
+    found = read_drafter(spec)
+    if found is None:
+        raise UserError(
+            f"{spec} needs no training and has nothing to export; engines have their own"
+        )
+    if isinstance(found, Exported):
+        raise UserError(f"{spec} is an exported folder already; copy it, or export its checkpoint")
+    opened = cache(lambda: open_target([found], target, "float32", "cpu"))
+    if isinstance(found, PublicFolder):
+        found = checkpoint_of(found, opened(), say)
+    return export_drafter(found, engine, out, opened, dtype or found.contract.target.dtype)
