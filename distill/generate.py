@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.cache import TargetCache
+from heads.cache import TreeCache
 from infer.sampling import Sampling, draw
 from infer.target import TargetModel
 
@@ -72,7 +72,7 @@ def batched_generate(
 class _Batch:
     """The rows still being written, as the target sees them."""
 
-    cache: TargetCache
+    cache: TreeCache
     hidden_BD: Tensor
     visible_BL: Tensor  # over the cache's whole capacity: false on padding
     lengths_B: Tensor  # prompt lengths

@@ -23,6 +23,16 @@ def shift_left(values_BT: Tensor, by: int, fill: int) -> Tensor:
     return shifted
 
 
+def draft_inputs(tokens_BT: Tensor, step: int) -> Tensor:
+    """Tokens that draft step `step` reads: position t is paired with token t + 1 + step.
+
+    0 where the row has ended: there `draft_targets` is IGNORE.
+
+    tokens_BT = [a, b, c, d], step = 0  ->  [b, c, d, 0]
+    """
+    return shift_left(tokens_BT, step + 1, 0)
+
+
 def draft_targets(
     tokens_BT: Tensor, loss_mask_BT: Tensor, segments_BT: Tensor, step: int
 ) -> Tensor:

@@ -24,7 +24,7 @@ from heads.errors import UserError, unknown_name
 from heads.files import whole_folder
 from heads.schema import Strict, parse
 from heads.tree import DynamicTree, TokenTree, TreeShape
-from heads.vocab import VocabMap
+from heads.vocab import VocabMap, label
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -49,6 +49,8 @@ class TargetIdentity(Strict):
     hidden_size: int
     num_hidden_layers: int
     dtype: str
+    decoder: dict[str, Any] = Field(default_factory=dict)
+    """The sizes of its layers and its rope, which a drafter's own layers take over."""
 
 
 class Contract(Strict):
@@ -108,14 +110,16 @@ class StepLoss(NamedTuple):
 
     A tuple, because ZeRO-3 finds the tensors that a module gives only in tuples and lists.
 
-    `loss_sum` is a float32 scalar with grad. Detached counts: `num_positions` supervised positions
-    (those whose target is outside the draft vocabulary too: they count as wrong), `rank_counts_K`
-    how often the target token is the drafter's rank-k candidate, k < K (K is 1 while training).
+    `loss_sum` is a float32 scalar with grad, in which positions may weigh differently. Detached:
+    `num_positions` supervised positions (those whose target is outside the draft vocabulary too:
+    they count as wrong), `rank_counts_K` how often the target token is the drafter's rank-k
+    candidate, k < K (K is 1 while training), `plain_sum` the loss with every position alike.
     """
 
     loss_sum: Tensor
     num_positions: Tensor
     rank_counts_K: Tensor
+    plain_sum: Tensor
 
 
 class Criterion(Protocol):
@@ -191,6 +195,8 @@ class Drafter(nn.Module, ABC):
     trainable: ClassVar[bool] = True
     can_sample: ClassVar[bool] = False
     """Whether it can draw drafts at random and tell their true probabilities (chains)."""
+    reduces_vocab: ClassVar[bool] = True
+    """Whether it can draft over a draft vocabulary."""
     can_grow: ClassVar[bool] = False
     """Whether it can shape a tree by its own confidence (`heads.tree.DynamicTree`)."""
 
@@ -242,7 +248,7 @@ class Drafter(nn.Module, ABC):
         """The kind's own part of the contract."""
         return {
             "captured_layers": self.needs.captured_layers,
-            "draft_vocab": "reduced" if self.config.draft_vocab_size else "full",
+            "draft_vocab": label(getattr(self, "draft_ids", None)),
         }
 
     def forward(self, batch: TrainingBatch, criterion: Criterion) -> list[StepLoss]:
@@ -253,7 +259,7 @@ class Drafter(nn.Module, ABC):
 def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {"__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"}
-    shared |= {"recurrent", "decoder"}
+    shared |= {"recurrent", "rounds", "decoder", "cache"}
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from heads.base import DraftBudget, Drafter, DraftState
+from heads.cache import TreeCache
 from heads.tree import chain
-from infer.cache import TargetCache
 from infer.loop import Generation
 from infer.target import TargetModel, TargetStates
 
@@ -63,7 +63,7 @@ class _Span:
 
 
 def _continuation(
-    target: TargetModel, states: TargetStates, cache: TargetCache, count: int
+    target: TargetModel, states: TargetStates, cache: TreeCache, count: int
 ) -> list[int]:
     """The next `count` greedy tokens behind what the cache holds."""
     tokens: list[int] = []

@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from heads.base import Needs, SharedWeights, TargetIdentity
+from heads.cache import TreeCache
+from heads.decoder import decoder_fields
 from heads.errors import UserError
 from heads.tree import TokenTree, TreeShape
-from infer.cache import TargetCache
 from infer.embedded import embedded_target
 
 DType = Literal["float32", "bfloat16"]
@@ -137,15 +138,15 @@ class TargetModel:
         own = self.tokenizer.eos_token_id
         return frozenset(ids + ([own] if own is not None else []))
 
-    def new_cache(self, capacity: int = 512) -> TargetCache:
+    def new_cache(self, capacity: int = 512) -> TreeCache:
         """An empty cache with room for `capacity` positions before it has to grow."""
-        return TargetCache(self.config.num_hidden_layers, capacity)
+        return TreeCache(self.config.num_hidden_layers, capacity)
 
     @torch.no_grad()
     def forward(
         self,
         tokens_BN: Tensor,
-        cache: TargetCache | None = None,
+        cache: TreeCache | None = None,
         *,
         positions_BN: Tensor | None = None,
         visible_BNL: Tensor | None = None,
@@ -178,7 +179,7 @@ class TargetModel:
         return TargetStates(hidden, stacked)
 
     def forward_tree(
-        self, tree: TokenTree, cache: TargetCache, needs: Needs | None = None
+        self, tree: TokenTree, cache: TreeCache, needs: Needs | None = None
     ) -> TargetStates:
         """Process a tree behind the cache: positions from the depths, each node sees its ancestors.
 
@@ -291,6 +292,7 @@ def identify(target: TargetModel) -> TargetIdentity:
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         dtype=str(target.dtype).removeprefix("torch."),
+        decoder=decoder_fields(config),
     )
 
 

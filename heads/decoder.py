@@ -1,0 +1,260 @@
+"""Decoder layers of drafters: transformers' own attention, MLP and norms, over any visible set.
+
+Which positions a query sees is a `Plan`: the unrolled steps of a training batch, or the tree nodes
+of several requests behind their caches. Both run the same layers.
+
+Shapes: B rows, T positions, H heads, G key and value heads, d head size, D hidden size, N new
+nodes of a request, L positions it holds after them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+)
+
+from heads.base import DrafterConfig, TargetIdentity
+from heads.cache import TreeCacheLayer
+from heads.errors import UserError
+
+PLANNED = "outrider_plan"
+COPIED = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "hidden_act",
+    "rope",
+)
+
+
+class DecoderConfig(DrafterConfig):
+    """The sizes of a drafter's decoder layers; what is None is the target's own."""
+
+    hidden_size: int | None = Field(default=None, ge=1)
+    intermediate_size: int | None = Field(default=None, ge=1)
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=2)
+    rms_norm_eps: float | None = Field(default=None, gt=0)
+    rope: dict[str, Any] | None = None
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    hidden_act: str | None = None
+    attention_bias: bool = False
+
+    def filled(self, target: TargetIdentity) -> Self:
+        """The same with the target's own values where none was given."""
+        own = {"hidden_size": target.hidden_size} | {k: target.decoder.get(k) for k in COPIED}
+        missing = {k: v for k, v in own.items() if getattr(self, k) is None}
+        unknown = sorted(k for k, v in missing.items() if v is None)
+        if unknown:
+            raise UserError(
+                f"the target {target.name} ({target.model_type}) does not tell {unknown} for the "
+                "drafter's layers; set drafter." + ", drafter.".join(unknown)
+            )
+        filled = self.model_copy(update=missing)
+        if filled.num_attention_heads % filled.num_key_value_heads:  # type: ignore[operator]
+            raise UserError(
+                f"drafter.num_attention_heads {filled.num_attention_heads} is no multiple of "
+                f"drafter.num_key_value_heads {filled.num_key_value_heads}"
+            )
+        return filled
+
+
+def decoder_fields(config: Any) -> dict[str, Any]:
+    """What a drafter's layers copy from a transformers config; absent where a model has none."""
+    heads = getattr(config, "num_attention_heads", None)
+    found = {
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None)
+        or (config.hidden_size // heads if heads else None),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None),
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+        "hidden_act": getattr(config, "hidden_act", None),
+        "rope": getattr(config, "rope_parameters", None),
+    }
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def layer_config(config: DecoderConfig) -> LlamaConfig:
+    """The transformers config of a filled drafter config, its attention planned from here."""
+    AttentionInterface.register(PLANNED, _planned_attention)
+    made = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope or {}),
+        max_position_embeddings=config.max_position_embeddings,
+        hidden_act=config.hidden_act,
+        attention_bias=config.attention_bias,
+    )
+    made._attn_implementation = PLANNED
+    return made
+
+
+class Rotary:
+    """Rotary embeddings that stay in float32 whatever the drafter is cast to (no module)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self._embedding = LlamaRotaryEmbedding(config)
+
+    def __call__(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, T, d] in the dtype of `like`."""
+        with torch.autocast(like.device.type, enabled=False):
+            cos_BTd, sin_BTd = self._embedding(like, positions_BT)
+        return cos_BTd, sin_BTd
+
+
+class Plan(Protocol):
+    """Who sees whom in one forward of a layer, and where keys and values are kept."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention output [B, H, T, d] of queries [B, H, T, d] and new keys [B, G, T, d]."""
+        ...
+
+
+def _planned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    plans: Sequence[Plan],
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers' layers call: the layer's own plan decides."""
+    layer: Any = module.layer_idx
+    out = plans[layer].attend(query, key, value, scaling)
+    return out.transpose(1, 2), None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+) -> Tensor:
+    """Scaled dot products; `visible` bool [queries, keys], None is causal."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, is_causal=visible is None, scale=scaling
+    )
+
+
+@dataclass
+class UnrolledPlan:
+    """Training: draft step i at a position sees the prefix and its own earlier steps.
+
+    The keys of step 0 stand for the text up to the position, those of later steps only for the
+    draft that began there (the diagonal of arXiv 2503.01840, training-time test):
+
+        step 2, position t  ->  step 0 at 0..t, step 1 at t, step 2 at t
+
+    `spans`: the conversations of the packed rows as (row, start, end).
+    """
+
+    spans: list[tuple[int, int, int]]
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of the next step; its keys and values are kept for the steps after it."""
+        self.keys.append(key)
+        self.values.append(value)
+        rows: list[list[Tensor]] = [[] for _ in range(len(query))]
+        ends = [0] * len(query)
+        for row, start, end in self.spans:
+            keys, values = (
+                torch.cat([step[row : row + 1, :, start:end] for step in steps], dim=2)
+                for steps in (self.keys, self.values)
+            )
+            visible = unrolled_visibility(end - start, len(self.keys), query.device)
+            part = query[row : row + 1, :, start:end]
+            rows[row].append(_attention(part, keys, values, visible, scaling))
+            ends[row] = end
+        for row, end in enumerate(ends):
+            rows[row].append(
+                query.new_zeros(1, query.shape[1], query.shape[2] - end, query.shape[3])
+            )
+        return torch.cat([torch.cat(parts, dim=2) for parts in rows])
+
+
+def unrolled_visibility(length: int, steps: int, device: torch.device) -> Tensor | None:
+    """Which keys of `steps` steps each position of the last one sees [length, steps * length].
+
+    None for one step, which is causal. length = 2, steps = 2  ->  [[1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    if steps == 1:
+        return None
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    eye = torch.eye(length, dtype=torch.bool, device=device)
+    return torch.cat([ones.tril(), *[eye] * (steps - 1)], dim=1)
+
+
+@dataclass
+class NodePlan:
+    """Drafting: the new nodes of several requests, each request behind its own cache.
+
+    Along T lie the nodes of all requests, `counts` of each; `visible` [N, L] a request says which
+    of its positions each node sees, None is plain causal behind what is kept.
+    """
+
+    caches: Sequence[TreeCacheLayer]
+    counts: Sequence[int]
+    visible: Sequence[Tensor | None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of the nodes; their keys and values are put into the caches."""
+        parts = []
+        split = [torch.split(x, list(self.counts), dim=2) for x in (query, key, value)]
+        for cache, seen, queries, new_keys, new_values in zip(
+            self.caches, self.visible, *split, strict=True
+        ):
+            base = cache.length
+            keys, values = cache.update(new_keys, new_values)
+            if seen is None and base:
+                count = queries.shape[2]
+                seen = torch.ones(count, base + count, dtype=torch.bool, device=query.device)
+                seen = seen.tril(base)
+            parts.append(_attention(queries, keys, values, seen, scaling))
+        return torch.cat(parts, dim=2)
+
+
+def spans_of(segments_BT: Tensor) -> list[tuple[int, int, int]]:
+    """The conversations of packed rows as (row, start, end); segments from 1, 0 is padding.
+
+    segments = [[1, 1, 2, 0]]  ->  [(0, 0, 2), (0, 2, 3)]
+    """
+    spans = []
+    for row, segments in enumerate(segments_BT.tolist()):
+        start = 0
+        for place in range(1, len(segments) + 1):
+            if place == len(segments) or segments[place] != segments[start]:
+                if segments[start] > 0:
+                    spans.append((row, start, place))
+                start = place
+    return spans
+
+
+class PlainDecoderLayer(LlamaDecoderLayer):
+    """A Llama layer whose input norm may be left out."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int, input_norm: bool) -> None:
+        super().__init__(config, layer_idx)
+        if not input_norm:
+            self.input_layernorm = nn.Identity()

@@ -1,0 +1,233 @@
+"""Drafters that feed on themselves: one decoder over (token, state) slots, a step a draft token.
+
+Slot t holds token t + 1 and the target's state at t, and foretells token t + 2. The next slot
+holds the drafter's own token and its own state. Training unrolls the same steps over a whole row;
+that both are the same is proven in the tests, step by step.
+
+Shapes: B rows, T positions, R requests, N nodes, D drafter's hidden size, V (draft) vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads.align import draft_inputs
+from heads.base import (
+    Criterion,
+    DraftBudget,
+    Drafter,
+    DraftState,
+    SharedWeights,
+    StepLoss,
+    TargetIdentity,
+    TrainingBatch,
+)
+from heads.cache import TreeCache
+from heads.decoder import (
+    DecoderConfig,
+    NodePlan,
+    Plan,
+    Rotary,
+    UnrolledPlan,
+    layer_config,
+    spans_of,
+)
+from heads.rounds import Round
+from heads.tree import DynamicTree, TokenTree
+from heads.vocab import VocabMap
+
+CACHE_CAPACITY = 512
+
+
+class Step(NamedTuple):
+    """One step's result: `output` feeds the output matrix, `state` the next step. Both [..., D]."""
+
+    output: Tensor
+    state: Tensor
+
+
+class RecurrentDrafter(Drafter):
+    """What the kinds share: the unrolled training forward and drafting over trees.
+
+    A kind says how the target's states become slots (`first_states`), what one step does (`step`),
+    and which output matrix it reads (`with_matrix`).
+    """
+
+    can_sample = True
+    can_grow = True
+    num_layers = 1
+    predicts_features = False
+    """Whether a step's state is meant to be the target's own state one position later."""
+
+    config: DecoderConfig
+    draft_ids: Tensor
+    rotary: Rotary
+
+    def __init__(self, config: DecoderConfig, target: TargetIdentity) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, target.vocab_size
+        self.layer_config = layer_config(config)
+        # Neither is a module: a cast of the drafter must not round the frequencies.
+        object.__setattr__(self, "rotary", Rotary(self.layer_config))
+        self._vocab: VocabMap | None = None
+        if config.draft_vocab_size:
+            self.register_buffer(
+                "draft_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long)
+            )
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """How many draft steps training unrolls."""
+
+    @abstractmethod
+    def first_states(self, hidden: Tensor | None, captured: Tensor | None) -> Tensor:
+        """The states [..., D] that the first step reads, of the target's [..., D], [..., A, D]."""
+
+    @abstractmethod
+    def step(
+        self,
+        embeds_BTD: Tensor,
+        states_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        plans: Sequence[Plan],
+    ) -> Step:
+        """One draft step over slots of token embeddings and states."""
+
+    @abstractmethod
+    def with_matrix(self, output: Tensor, apply: Any) -> Any:
+        """`apply(output, weight_VD)` of the output matrix, inside the module that owns it."""
+
+    @property
+    def embed_VD(self) -> Tensor:
+        """The token embeddings that slots read: the target's, unless the kind has its own."""
+        assert self.shared is not None, "bind the drafter to its target first"
+        return self.shared.embed_VD
+
+    @property
+    def max_depth(self) -> int | None:
+        """It feeds on itself, so there is no limit."""
+        return None
+
+    def bind(self, shared: SharedWeights) -> None:
+        """Take the target's tensors; read the draft vocabulary that came with the weights."""
+        super().bind(shared)
+        if self.config.draft_vocab_size:
+            self._vocab = VocabMap(self.draft_ids.cpu(), self.vocab_size)
+
+    def contract_fields(self) -> dict[str, Any]:
+        """Rope and recurrence; a kind adds its norm flags."""
+        return super().contract_fields() | {"rope": dict(self.config.rope or {})}
+
+    def forward(self, batch: TrainingBatch, criterion: Criterion) -> list[StepLoss]:
+        """One StepLoss a draft step, each step fed with the one before it."""
+        plans = self.training_plans(batch)
+        states_BTD = self.first_states(batch.hidden_BTD, batch.captured_BTAD)
+        states_BTD = self.disturbed(states_BTD, batch)
+        losses = []
+        for step in range(self.num_steps):
+            done = self.unrolled_step(batch, states_BTD, step, plans)
+            states_BTD = done.state
+            loss = partial(
+                criterion,
+                step=step,
+                vocab=self._vocab,
+                features_BTD=done.state if self.predicts_features else None,
+            )
+            losses.append(self.with_matrix(done.output, loss))
+        return losses
+
+    def training_plans(self, batch: TrainingBatch) -> list[UnrolledPlan]:
+        """A plan a layer over the batch's conversations."""
+        spans = spans_of(batch.segments_BT)
+        return [UnrolledPlan(spans) for _ in range(self.num_layers)]
+
+    def unrolled_step(
+        self, batch: TrainingBatch, states_BTD: Tensor, step: int, plans: Sequence[Plan]
+    ) -> Step:
+        """Draft step `step` of every position at once."""
+        tokens_BT = draft_inputs(batch.tokens_BT, step)
+        embeds_BTD = F.embedding(tokens_BT, self.embed_VD)
+        rotary = self.rotary(embeds_BTD, batch.positions_BT + step)
+        return self.step(embeds_BTD, states_BTD, rotary, plans)
+
+    def disturbed(self, states_BTD: Tensor, batch: TrainingBatch) -> Tensor:
+        """The first states as training sees them; a kind may add noise."""
+        return states_BTD
+
+    def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
+        """A tree for one request."""
+        return self.propose_batch([state], budget)[0]
+
+    @torch.no_grad()
+    def propose_batch(self, states: Sequence[DraftState], budget: DraftBudget) -> list[TokenTree]:
+        """Absorb what the target has processed since, then draft: one forward a tree level."""
+        done = self._absorb(states)
+        bases = [len(state.tokens) - 1 for state in states]
+        round_ = Round(self, [state.memory for state in states], bases, states, done)
+        try:
+            if budget.probs is not None:
+                return round_.sampled(budget)
+            if isinstance(budget.shape, DynamicTree):
+                return round_.grown(budget.shape)
+            return round_.filled(budget.shape)
+        finally:
+            for state, base in zip(states, bases, strict=True):
+                state.memory.commit(base, [])
+
+    def _absorb(self, states: Sequence[DraftState]) -> Step:
+        """Run the first step over every slot that is new; the last one's result [R, D] each."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        firsts, counts = [], []
+        for state in states:
+            if state.memory is None:
+                state.memory = TreeCache(self.num_layers, CACHE_CAPACITY)
+            base = state.memory.length
+            first_TD = self.first_states(state.hidden_TD, state.captured_TAD)
+            count = len(first_TD)
+            assert base + count == len(state.tokens) - 1, "a state for every processed position"
+            tokens += state.tokens[base + 1 :]
+            firsts.append(first_TD)
+            positions += range(base, base + count)
+            counts.append(count)
+        memories = [state.memory for state in states]
+        done = self.nodes_step(
+            tokens, torch.cat(firsts), positions, memories, counts, [None] * len(states)
+        )
+        last = torch.tensor(counts).cumsum(0) - 1
+        return Step(done.output[last], done.state[last])
+
+    def nodes_step(
+        self,
+        tokens: Sequence[int] | Tensor,
+        states_ND: Tensor,
+        positions: Sequence[int],
+        memories: Sequence[TreeCache],
+        counts: Sequence[int],
+        visible: Sequence[Tensor | None],
+    ) -> Step:
+        """One step over the nodes of several requests, laid one after another [N, D]."""
+        device = states_ND.device
+        embeds_ND = F.embedding(torch.as_tensor(tokens, device=device), self.embed_VD)
+        rotary = self.rotary(embeds_ND, torch.tensor([list(positions)], device=device))
+        plans = [
+            NodePlan([memory.tree_layers[layer] for memory in memories], counts, visible)
+            for layer in range(self.num_layers)
+        ]
+        done = self.step(embeds_ND[None], states_ND[None], rotary, plans)
+        return Step(done.output[0], done.state[0])
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Logits [..., V] over the (draft) vocabulary."""
+        logits: Tensor = self.with_matrix(output, F.linear)
+        return logits
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of rows of the output matrix."""
+        return draft_ids if self._vocab is None else self._vocab.to_target(draft_ids)

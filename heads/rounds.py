@@ -1,0 +1,213 @@
+"""One round of recurrent drafting: chains, static and dynamic trees, drawn or by rank.
+
+Shapes: R requests, N nodes (of all requests one after another), P nodes of a level a request,
+K candidates, C candidates of all levels, D drafter's hidden size, V (draft) vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from heads.base import DraftBudget, DraftState
+from heads.cache import TreeCache
+from heads.errors import UserError
+from heads.tree import DynamicTree, TokenTree, TreeShape
+
+if TYPE_CHECKING:
+    from heads.recurrent import RecurrentDrafter, Step
+
+
+class Round:
+    """One round of drafting for R requests, all of the same number of nodes a level."""
+
+    def __init__(
+        self,
+        drafter: "RecurrentDrafter",
+        memories: Sequence[TreeCache],
+        bases: Sequence[int],
+        states: Sequence[DraftState],
+        first: "Step",
+    ) -> None:
+        self.drafter, self.memories, self.bases = drafter, memories, bases
+        self.roots = [state.tokens[-1] for state in states]
+        self.first = first
+        self.device = first.state.device
+        # Of each request: which of its expanded nodes each expanded node sees.
+        self.seen = [torch.zeros(0, 0, dtype=torch.bool, device=self.device) for _ in states]
+
+    def filled(self, shape: TreeShape) -> list[TokenTree]:
+        """The static tree: each node takes its parent's candidate of its rank."""
+        requests, tokens_RN = len(self.roots), torch.zeros(len(self.roots), len(shape)).long()
+        tokens_RN[:, 0] = torch.tensor(self.roots)
+        level, done, slots = [0], self.first, {0: -1}
+        for depth in range(1, shape.depth + 1):
+            nodes = [n for n in range(len(shape)) if shape.depths[n] == depth]
+            places = torch.tensor([level.index(shape.parents[n]) for n in nodes])
+            ranks = torch.tensor([shape.ranks[n] for n in nodes])
+            best = self._candidates(done.output, int(ranks.max()) + 1)[0]
+            best_RPK = best.view(requests, len(level), -1).cpu()
+            tokens_RN[:, nodes] = best_RPK[:, places, ranks]
+            inner = [n for n in nodes if shape.children[n]]
+            if not inner:
+                break
+            states_RPD = done.state.view(requests, len(level), -1)
+            parents = torch.tensor([level.index(shape.parents[n]) for n in inner])
+            above = torch.tensor([slots[shape.parents[n]] for n in inner])
+            slots |= {n: len(slots) - 1 + i for i, n in enumerate(inner)}
+            done = self._expand(
+                tokens_RN[:, inner],
+                states_RPD[:, parents.to(self.device)].flatten(0, 1),
+                above.expand(requests, -1),
+                depth,
+            )
+            level = inner
+        return [TokenTree(shape, tokens_N) for tokens_N in tokens_RN]
+
+    def grown(self, tree: DynamicTree) -> list[TokenTree]:
+        """The dynamic tree of arXiv 2406.16858, section 4: expand, then re-rank.
+
+        Level by level the `top_k` nodes of the greatest product of probabilities are expanded by
+        their `top_k` candidates; of all candidates the best `num_drafts` are kept, a parent before
+        its children where products are equal.
+        """
+        requests = len(self.roots)
+        width = min(tree.top_k, len(self._matrix_rows()))
+        found = _Candidates(requests)
+        tokens_RK, values_RK = self._scored(self.first.output, torch.zeros(requests, 1), width)
+        found.add(tokens_RK, values_RK, torch.full((requests, tokens_RK.shape[1]), -1))
+        frontier_RK = torch.arange(tokens_RK.shape[1]).expand(requests, -1)
+        states_RPD, above = (
+            self.first.state.view(requests, 1, -1),
+            -torch.ones(requests, width).long(),
+        )
+        places_RK = torch.zeros_like(frontier_RK)
+        for depth in range(1, tree.depth):
+            tokens_RK = found.tokens_RC.gather(1, frontier_RK)
+            values_RK = found.values_RC.gather(1, frontier_RK)
+            index = places_RK.to(self.device)[..., None].expand(-1, -1, states_RPD.shape[-1])
+            fed = states_RPD.gather(1, index).flatten(0, 1)
+            first_slot = self.seen[0].shape[0]
+            done = self._expand(tokens_RK, fed, above, depth)
+            new_tokens, new_values = self._scored(done.output, values_RK, width)
+            start = found.count
+            parents_RC = frontier_RK.repeat_interleave(width, dim=1)
+            found.add(new_tokens, new_values, parents_RC)
+            best_RK = new_values.topk(min(width, new_values.shape[1]), dim=1).indices
+            best_RK = best_RK.sort(dim=1).values
+            frontier_RK, places_RK = start + best_RK, best_RK // width
+            states_RPD = done.state.view(requests, len(tokens_RK[0]), -1)
+            above = first_slot + places_RK
+        return [found.tree(row, root, tree.num_drafts) for row, root in enumerate(self.roots)]
+
+    def sampled(self, budget: DraftBudget) -> list[TokenTree]:
+        """Chains drawn from the drafter's own distributions, with those distributions."""
+        shape = budget.shape
+        assert budget.probs is not None and isinstance(shape, TreeShape) and shape.is_chain
+        requests, done = len(self.roots), self.first
+        tokens_RN, probs = [torch.tensor(self.roots)], []
+        for depth in range(1, shape.depth + 1):
+            logits_RV = self._full(self.drafter.logits(done.output))
+            probs_RV = budget.probs(logits_RV).cpu()
+            drawn_R = torch.multinomial(probs_RV, 1, generator=budget.generator)[:, 0]
+            tokens_RN.append(drawn_R)
+            probs.append(probs_RV)
+            if depth < shape.depth:
+                above = torch.full((requests, 1), depth - 2)
+                done = self._expand(drawn_R[:, None], done.state, above, depth)
+        if not probs:
+            return [TokenTree(shape, torch.tensor([root])) for root in self.roots]
+        probs.append(torch.zeros_like(probs[0]))
+        tokens, q_RNV = torch.stack(tokens_RN, dim=1), torch.stack(probs, dim=1)
+        return [TokenTree(shape, tokens[row], q_RNV[row]) for row in range(requests)]
+
+    def _expand(self, tokens_RP: Tensor, states_ND: Tensor, above_RP: Tensor, depth: int) -> "Step":
+        """Run P nodes of depth `depth` a request; `above_RP` the expanded node over each, or -1."""
+        count = tokens_RP.shape[1]
+        visible: list[Tensor | None] = []
+        for row, seen in enumerate(self.seen):
+            old = len(seen)
+            grown = torch.zeros(old + count, old + count, dtype=torch.bool, device=self.device)
+            grown[:old, :old] = seen
+            for place, parent in enumerate(above_RP[row].tolist()):
+                if parent >= 0:
+                    grown[old + place] = grown[parent]
+                grown[old + place, old + place] = True
+            self.seen[row] = grown
+            text = torch.ones(count, self.bases[row], dtype=torch.bool, device=self.device)
+            visible.append(torch.cat([text, grown[old:]], dim=1))
+        positions = [base - 1 + depth for base in self.bases for _ in range(count)]
+        return self.drafter.nodes_step(
+            tokens_RP.flatten().to(self.device),
+            states_ND,
+            positions,
+            self.memories,
+            [count] * len(self.roots),
+            visible,
+        )
+
+    def _candidates(self, output_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` best target ids and their logits [N, count]."""
+        logits_NV = self.drafter.logits(output_ND)
+        if count > logits_NV.shape[-1]:
+            raise UserError(
+                f"the tree asks for candidate {count - 1} of {logits_NV.shape[-1]} tokens; "
+                "its ranks are too large"
+            )
+        values, ids = logits_NV.float().topk(count, dim=-1)
+        return self.drafter.to_target(ids), values
+
+    def _scored(self, output_ND: Tensor, values_RP: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Candidates [R, P * width] with the sum of log-probabilities along their paths."""
+        requests, parents = values_RP.shape
+        logits_NV = self.drafter.logits(output_ND).float()
+        values, ids = logits_NV.log_softmax(-1).topk(width, dim=-1)
+        scores = values.cpu().view(requests, parents, width) + values_RP[..., None]
+        return (
+            self.drafter.to_target(ids).cpu().view(requests, -1),
+            scores.view(requests, -1),
+        )
+
+    def _matrix_rows(self) -> Tensor:
+        rows: Tensor = self.drafter.with_matrix(self.first.output, lambda _, weight: weight)
+        return rows
+
+    def _full(self, logits_NV: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, minus infinity outside the draft vocabulary."""
+        vocab = self.drafter._vocab
+        if vocab is None:
+            return logits_NV
+        full = logits_NV.new_full((len(logits_NV), self.drafter.vocab_size), float("-inf"))
+        full[:, vocab.target_ids_Vd.to(full.device)] = logits_NV
+        return full
+
+
+class _Candidates:
+    """What a dynamic tree may keep, [R, C]: tokens, values (log), parents (-1 is the root)."""
+
+    def __init__(self, requests: int) -> None:
+        empty = torch.zeros(requests, 0)
+        self.tokens_RC, self.values_RC, self.parents_RC = empty.long(), empty, empty.long()
+
+    @property
+    def count(self) -> int:
+        """How many there are a request."""
+        return self.tokens_RC.shape[1]
+
+    def add(self, tokens_RC: Tensor, values_RC: Tensor, parents_RC: Tensor) -> None:
+        """Candidates of the next level."""
+        self.tokens_RC = torch.cat([self.tokens_RC, tokens_RC.cpu()], dim=1)
+        self.values_RC = torch.cat([self.values_RC, values_RC.cpu()], dim=1)
+        self.parents_RC = torch.cat([self.parents_RC, parents_RC.cpu()], dim=1)
+
+    def tree(self, row: int, root: int, num_drafts: int) -> TokenTree:
+        """The best `num_drafts` of one request, a parent always before its children."""
+        # Candidates lie level by level, so a stable sort keeps a parent ahead of an equal child.
+        order = torch.argsort(self.values_RC[row], descending=True, stable=True)[:num_drafts]
+        kept = sorted(order.tolist())
+        number = {-1: 0} | {candidate: node for node, candidate in enumerate(kept, start=1)}
+        parents = self.parents_RC[row].tolist()
+        shape = TreeShape((-1, *(number[parents[candidate]] for candidate in kept)))
+        tokens = self.tokens_RC[row, kept]
+        return TokenTree(shape, torch.cat([torch.tensor([root]), tokens]))

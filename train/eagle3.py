@@ -1,0 +1,10 @@
+"""Train EAGLE-3: `accelerate launch train/eagle3.py [--config FILE] [key.sub=value ...]`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.trainer import main
+
+    main("eagle3")
