@@ -59,7 +59,7 @@ def with_zero_biases(tensors: dict[str, Tensor], config: Any) -> dict[str, Tenso
     zeros = {
         f"{name.removesuffix('.weight')}.bias": torch.zeros_like(weight[:, 0])
         for name, weight in tensors.items()
-        if name.split(".")[-2] in BIASED
+        if name.endswith(tuple(f"{biased}.weight" for biased in BIASED))
     }
     return zeros | tensors
 
