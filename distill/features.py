@@ -7,14 +7,13 @@ process and after a resume.
 Shapes: T positions of a row (padding left out), D hidden size, A captured layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from heads.align import IGNORE, draft_targets
 from heads.base import Needs
-from heads.errors import UserError
 from infer.target import TargetModel
 
 
@@ -50,10 +49,16 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class RowStates:
-    """The target's states at a row's tokens: `hidden_TD` after its final norm, `captured_TAD`."""
+    """The target's states at a row's tokens: `hidden_TD` after its final norm, `captured_TAD`.
+
+    `row` is what may be learned of it: conversations whose states hold NaN or infinity (`dropped`,
+    by id) are padding there, and their states zero.
+    """
 
     hidden_TD: Tensor
     captured_TAD: Tensor | None
+    row: PackedRow
+    dropped: tuple[str, ...] = ()
 
 
 def visibility(segments_T: Tensor) -> Tensor:
@@ -72,7 +77,8 @@ def features_gib(num_tokens: int, target: TargetModel, needs: Needs) -> float:
 class FeatureSource:
     """States of packed rows, kept in main memory up to `cache_gib`; later rows are recomputed.
 
-    Raises UserError, naming the row, when a state is NaN or infinite.
+    Which conversations are dropped depends on their row alone, so every process, every epoch and a
+    resumed run drop the same ones. `train.ledger.Ledger` counts them.
     """
 
     def __init__(self, target: TargetModel, needs: Needs, cache_gib: float) -> None:
@@ -95,14 +101,24 @@ class FeatureSource:
 
     def _compute(self, row: PackedRow) -> RowStates:
         if not (self.needs.final_hidden or self.needs.captured_layers):
-            return RowStates(torch.empty(row.num_tokens, 0, dtype=self.target.dtype), None)
-        states = self._forward(row, slice(0, row.num_tokens))
-        if not _finite(states):
-            self._refuse_nan(row)
-        return states
+            empty = torch.empty(row.num_tokens, 0, dtype=self.target.dtype)
+            return RowStates(empty, None, row)
+        whole = slice(0, row.num_tokens)
+        hidden_TD, captured_TAD = self._forward(row, whole)
+        if _finite(hidden_TD, captured_TAD):
+            return RowStates(hidden_TD, captured_TAD, row)
+        # A masked NaN spreads, so each conversation is run alone, and then the row without them.
+        alone = {segment: self._forward(row, _place(row, segment)) for segment in _segments(row)}
+        bad = {segment for segment, states in alone.items() if not _finite(*states)}
+        hidden_TD, captured_TAD = self._forward(_replaced(row, bad), whole)
+        for segment in _segments(row):
+            place = _place(row, segment)
+            if not _finite(hidden_TD[place], None if captured_TAD is None else captured_TAD[place]):
+                bad.add(segment)
+        return _without(row, bad, hidden_TD, captured_TAD)
 
-    def _forward(self, row: PackedRow, place: slice) -> RowStates:
-        """States of a stretch of whole conversations."""
+    def _forward(self, row: PackedRow, place: slice) -> tuple[Tensor, Tensor | None]:
+        """States [T, D] and [T, A, D] of a stretch of whole conversations."""
         device = self.target.device
         states = self.target.forward(
             row.tokens_T[None, place].to(device),
@@ -112,28 +128,59 @@ class FeatureSource:
         )
         captured = None if states.captured_BNAD is None else states.captured_BNAD[0]
         hidden = states.hidden_BND[0]
-        return RowStates(hidden if self.needs.final_hidden else hidden[:, :0], captured)
-
-    def _refuse_nan(self, row: PackedRow) -> None:
-        """Name the conversations at fault; a masked NaN spreads, so each is run alone."""
-        bad = []
-        for segment, name in enumerate(row.ids, start=1):
-            (where,) = (row.segments_T == segment).nonzero(as_tuple=True)
-            if not _finite(self._forward(row, slice(int(where[0]), int(where[-1]) + 1))):
-                bad.append(name)
-        raise UserError(
-            f"the target's states of conversation {', '.join(bad or row.ids)} hold NaN or "
-            "infinity; drop it from the data, or run the target in float32 (target.dtype=float32)"
-        )
+        return hidden if self.needs.final_hidden else hidden[:, :0], captured
 
 
-def _finite(states: RowStates) -> bool:
-    captured = states.captured_TAD
-    return bool(torch.isfinite(states.hidden_TD).all()) and (
-        captured is None or bool(torch.isfinite(captured).all())
+def _segments(row: PackedRow) -> range:
+    """The numbers of the row's conversations."""
+    return range(1, len(row.ids) + 1)
+
+
+def _place(row: PackedRow, segment: int) -> slice:
+    """Where a conversation of the row stands."""
+    (where,) = (row.segments_T == segment).nonzero(as_tuple=True)
+    return slice(int(where[0]), int(where[-1]) + 1)
+
+
+def _replaced(row: PackedRow, bad: set[int]) -> PackedRow:
+    """The row with other tokens in place of some conversations: a good one's, over and over.
+
+    No other conversation attends to them, so the others' states are the same bits whatever stands
+    there, as long as it is finite.
+    """
+    good = [segment for segment in _segments(row) if segment not in bad]
+    if not good:
+        return row
+    source_T, tokens_T = row.tokens_T[_place(row, good[0])], row.tokens_T.clone()
+    for segment in bad:
+        place = _place(row, segment)
+        length = place.stop - place.start
+        tokens_T[place] = source_T.repeat(-(-length // len(source_T)))[:length]
+    return replace(row, tokens_T=tokens_T)
+
+
+def _without(
+    row: PackedRow, bad: set[int], hidden_TD: Tensor, captured_TAD: Tensor | None
+) -> RowStates:
+    """The row and its states with some conversations turned into padding."""
+    out_T = torch.isin(row.segments_T, torch.tensor(sorted(bad), dtype=torch.long))
+    fields = {
+        name: getattr(row, name).masked_fill(out_T, 0)
+        for name in ("tokens_T", "loss_mask_T", "segments_T", "positions_T")
+    }
+    where = out_T[: len(hidden_TD), None].to(hidden_TD.device)
+    captured = None if captured_TAD is None else captured_TAD.masked_fill(where[..., None], 0)
+    dropped = tuple(row.ids[segment - 1] for segment in sorted(bad))
+    return RowStates(hidden_TD.masked_fill(where, 0), captured, replace(row, **fields), dropped)
+
+
+def _finite(hidden_TD: Tensor, captured_TAD: Tensor | None) -> bool:
+    return bool(torch.isfinite(hidden_TD).all()) and (
+        captured_TAD is None or bool(torch.isfinite(captured_TAD).all())
     )
 
 
 def _to_memory(states: RowStates) -> RowStates:
     captured = states.captured_TAD
-    return RowStates(states.hidden_TD.cpu(), None if captured is None else captured.cpu())
+    captured = None if captured is None else captured.cpu()
+    return replace(states, hidden_TD=states.hidden_TD.cpu(), captured_TAD=captured)

@@ -4,6 +4,7 @@ A draft vocabulary holds the tokens that the responses use most; logits are comp
 only. Shapes: Vd draft vocabulary, V target vocabulary.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,6 +39,11 @@ class VocabMap:
         """The draft vocabulary's size Vd."""
         return len(self.target_ids_Vd)
 
+    @property
+    def digest(self) -> str:
+        """16 hex digits that two maps share only when their ids are the same."""
+        return digest(self.target_ids_Vd)
+
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids, any shape."""
         return self.target_ids_Vd.to(draft_ids.device)[draft_ids]
@@ -52,7 +58,11 @@ class VocabMap:
 
     @classmethod
     def from_counts(cls, counts_V: Tensor, size: int, always: Iterable[int] = ()) -> "VocabMap":
-        """The `size` most frequent ids, `always` (special tokens) first; ties: the lowest id."""
+        """The `size` most frequent ids, `always` (special tokens) first; ties: the lowest id.
+
+        Where fewer ids occur than are asked for, the rest are therefore the lowest ids: in a BPE
+        tokenizer the first merges, which are the most frequent in the text it was made from.
+        """
         vocab_size = len(counts_V)
         if not 0 < size <= vocab_size:
             raise UserError(
@@ -69,3 +79,14 @@ class VocabMap:
         ranked[kept] = float("inf")
         order = torch.argsort(ranked, descending=True, stable=True)[:size]
         return cls(order.sort().values, vocab_size)
+
+
+def digest(ids_Vd: Tensor) -> str:
+    """16 hex digits of the sha256 over ids [Vd] as little-endian int64."""
+    data = ids_Vd.detach().cpu().numpy().astype("<i8").tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def label(ids_Vd: Tensor | None) -> str:
+    """What a contract says of draft ids [Vd]: `full` for None, else `reduced:<size>:<digest>`."""
+    return "full" if ids_Vd is None else f"reduced:{len(ids_Vd)}:{digest(ids_Vd)}"

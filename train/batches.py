@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.features import FeatureSource, PackedRow, RowStates
+from distill.features import PackedRow, RowStates
 from heads.base import TrainingBatch
 
 
@@ -141,13 +141,15 @@ def share(rows: Sequence[int], process: int, processes: int, micro_batch: int) -
 
 
 def collate(
-    rows: Sequence[PackedRow],
-    features: FeatureSource,
+    states: Sequence[RowStates],
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> TrainingBatch:
-    """One micro-batch; the states are padded with zeros, in `dtype` where one is given."""
-    states = [features.states(row) for row in rows]
+    """One micro-batch of rows and their states, padded with zeros, in `dtype` where one is given.
+
+    What was dropped of a row is padding, and is not named in `rows`.
+    """
+    rows = [state.row for state in states]
     length = len(rows[0].tokens_T)
     captured = _captured(states, length)
     hidden = _stacked([state.hidden_TD for state in states], length)
@@ -158,11 +160,11 @@ def collate(
         positions_BT=torch.stack([row.positions_T for row in rows]).to(device),
         hidden_BTD=hidden.to(device, dtype),
         captured_BTAD=None if captured is None else captured.to(device, dtype),
-        rows=tuple(name for row in rows for name in row.ids),
+        rows=tuple(n for state in states for n in state.row.ids if n not in state.dropped),
     )
 
 
-def _captured(states: list[RowStates], length: int) -> Tensor | None:
+def _captured(states: Sequence[RowStates], length: int) -> Tensor | None:
     layers = [state.captured_TAD for state in states if state.captured_TAD is not None]
     return _stacked(layers, length) if layers else None
 

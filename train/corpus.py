@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,17 +31,17 @@ class Corpus:
 
 
 def needs_responses(recipe: Recipe) -> bool:
-    """Whether the store is missing or incomplete and the recipe says how to write it.
+    """Whether the first store is missing or incomplete and the recipe says how to write it.
 
     What its own max_minutes ended is taken as it is.
     """
-    manifest = read_manifest(recipe.data.path)
+    manifest = read_manifest(recipe.data.path[0])
     done = manifest is not None and (manifest.complete or manifest.stopped is not None)
     return recipe.data.respond is not None and not done
 
 
 def write_responses(recipe: Recipe) -> None:
-    """Let this run's own target answer the respond recipe's prompts, into the store's place."""
+    """Let this run's own target answer the respond recipe's prompts, in the first store's place."""
     from distill.respond import RespondConfig, respond
 
     assert recipe.data.respond is not None
@@ -49,7 +49,7 @@ def write_responses(recipe: Recipe) -> None:
     inside = CONFIGS.parent / path
     if not path.exists() and inside.exists():
         path = inside
-    same = {"output": recipe.data.path} | {
+    same = {"output": recipe.data.path[0]} | {
         ("target" if name == "name" else name): value
         for name, value in recipe.target.model_dump().items()
         if value is not None
@@ -59,13 +59,11 @@ def write_responses(recipe: Recipe) -> None:
 
 def load_corpus(recipe: Recipe, target: TargetModel, draft_vocab_size: int | None) -> Corpus:
     """Everything that does not change from step to step."""
-    store = open_store(recipe.data.path)
-    notes = check_store(store, target)
-    rows = store.rows()
+    rows, notes = joined_rows(recipe.data.path, target)
     train, validation = split(rows, recipe.data.validation_share, recipe.seed)
     if not train or not validation:
         raise UserError(
-            f"{recipe.data.path} has {len(rows)} rows: {len(train)} to train on and "
+            f"{_listed(recipe.data.path)} has {len(rows)} rows: {len(train)} to train on and "
             f"{len(validation)} held out at validation_share {recipe.data.validation_share}; "
             "expected some of both. Write more responses"
         )
@@ -78,12 +76,39 @@ def load_corpus(recipe: Recipe, target: TargetModel, draft_vocab_size: int | Non
                 f"no supervised position is left in the {name} rows of {length} tokens; "
                 "raise data.sequence_length or look at the data with outrider audit"
             )
+    questions = load_prompts_to_measure(recipe.eval, validation, target, recipe.seed)
     vocab = None
     if draft_vocab_size is not None:
-        vocab, words = draft_vocabulary(train, validation, target, draft_vocab_size)
+        asked = questions if isinstance(recipe.eval.prompts, Path) else []
+        vocab, words = draft_vocabulary(train, validation, asked, target, draft_vocab_size)
         notes += words
-    questions = load_prompts_to_measure(recipe.eval, validation, target, recipe.seed)
     return Corpus(packed, held_out, questions, vocab, notes)
+
+
+def joined_rows(paths: Sequence[Path], target: TargetModel) -> tuple[list[Row], list[str]]:
+    """The rows of every store, one store after the other, and notes for people.
+
+    An id that an earlier store has too is followed by its own store's path.
+    """
+    rows: list[Row] = []
+    notes: list[str] = []
+    taken: set[str] = set()
+    for path in paths:
+        store = open_store(path)
+        notes += check_store(store, target)
+        own = [
+            replace(row, id=f"{row.id} of {path}") if row.id in taken else row
+            for row in store.rows()
+        ]
+        taken.update(row.id for row in own)
+        rows += own
+    if len(paths) > 1:
+        notes.append(f"data: {len(rows):,} conversations of {_listed(paths)}")
+    return rows, notes
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def check_store(store: Store, target: TargetModel) -> list[str]:
@@ -107,9 +132,19 @@ def check_store(store: Store, target: TargetModel) -> list[str]:
 
 
 def draft_vocabulary(
-    train: Sequence[Row], validation: Sequence[Row], target: TargetModel, size: int
+    train: Sequence[Row],
+    validation: Sequence[Row],
+    asked: Sequence[Question],
+    target: TargetModel,
+    size: int,
 ) -> tuple[VocabMap, list[str]]:
-    """The most frequent supervised tokens of the training rows, special tokens among them."""
+    """The most frequent supervised tokens of the training rows, special tokens among them.
+
+    Where fewer occur than are asked for, the tokenizer's lowest ids fill it up: a BPE numbers its
+    tokens in the order of its merges, the most frequent pairs of its own training text first.
+    The notes tell how much is covered of the training rows, of the held-out ones, and of the
+    prompts `asked`, where those are of a file.
+    """
     vocab_size = target.identity.vocab_size
     counts = supervised_counts(train, vocab_size)
     special = {int(token) for token in target.tokenizer.all_special_ids} | set(target.end_tokens)
@@ -119,35 +154,53 @@ def draft_vocabulary(
     if occurring < size:
         notes.append(
             f"draft vocabulary: only {occurring:,} distinct tokens occur in the training "
-            f"responses, filled up to {size:,} with the tokenizer's lowest ids"
+            f"responses; filled up to {size:,} with the most frequent ids of the tokenizer (its "
+            "lowest: a BPE numbers its tokens in the order of its merges)"
         )
     inside = torch.zeros(vocab_size, dtype=torch.bool)
     inside[vocab.target_ids_Vd] = True
-    categories = Counter(row.category for row in validation).most_common(12)
-    parts = [
-        f"{name or 'uncategorised'} {_coverage(rows, inside)}"
-        for name, _ in categories
-        if (rows := [row for row in validation if row.category == name])
-    ]
+    held_out = _by_category([(row.category, supervised(row)) for row in validation], inside)
+    trained = _share(int(counts[inside].sum()), int(counts.sum()))
     notes.append(
-        f"draft vocabulary of {size:,} covers {_coverage(train, inside)} of the training tokens, "
-        f"{_coverage(validation, inside)} of the held-out ones ({', '.join(parts)})"
+        f"draft vocabulary of {size:,} covers {trained} of the training tokens, {held_out} of the "
+        "held-out ones"
     )
+    if asked:
+        prompts = _by_category([(q.category, torch.tensor(q.token_ids)) for q in asked], inside)
+        notes.append(
+            f"draft vocabulary of {size:,} covers {prompts} of the tokens of {len(asked)} prompts "
+            "to measure"
+        )
     return vocab, notes
 
 
-def _coverage(rows: Sequence[Row], inside_V: Tensor) -> str:
-    counts = supervised_counts(rows, len(inside_V))
-    return f"{100 * float(counts[inside_V].sum()) / max(1, int(counts.sum())):.1f} %"
+def _by_category(texts: Sequence[tuple[str, Tensor]], inside_V: Tensor) -> str:
+    """How much of some texts (category, tokens [T]) is covered, in total and by category."""
+    covered: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for category, tokens_T in texts:
+        covered[category] += int(inside_V[tokens_T].sum())
+        total[category] += len(tokens_T)
+    names = [name for name, _ in Counter(name for name, _ in texts).most_common(12)]
+    parts = [f"{name or 'uncategorised'} {_share(covered[name], total[name])}" for name in names]
+    return f"{_share(covered.total(), total.total())} ({', '.join(parts)})"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(1, whole):.1f} %"
+
+
+def supervised(row: Row) -> Tensor:
+    """The tokens of a conversation that are learned [T]."""
+    mask = torch.as_tensor(row.loss_mask, dtype=torch.bool)
+    return torch.as_tensor(row.tokens, dtype=torch.long)[mask]
 
 
 def supervised_counts(rows: Sequence[Row], vocab_size: int) -> Tensor:
     """How often each token is supervised [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
-        tokens = torch.as_tensor(row.tokens, dtype=torch.long)
-        mask = torch.as_tensor(row.loss_mask, dtype=torch.bool)
-        counts += torch.bincount(tokens[mask], minlength=vocab_size)
+        counts += torch.bincount(supervised(row), minlength=vocab_size)
     return counts
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.criterion import ChunkedCriterion, Workspace
-from distill.features import FeatureSource, PackedRow
+from distill.criterion import ChunkedCriterion
+from distill.features import FeatureSource, RowStates
+from distill.workspace import Workspace
 from heads.base import Checkpoint, Contract, Drafter, fill
 from heads.tree import TreeShape
 from infer.compare import measure_acceptance
@@ -22,6 +23,7 @@ from infer.trees import grow_static_tree
 from train.batches import collate
 from train.corpus import Corpus
 from train.engine import Engine
+from train.ledger import Ledger
 from train.logbook import accuracies
 from train.recipe import Recipe
 from train.stepping import states_dtype
@@ -49,6 +51,7 @@ class Evaluator:
     corpus: Corpus
     features: FeatureSource
     workspace: Workspace
+    ledger: Ledger
 
     def measure(self, step: int) -> Evaluation:
         """Validation sums over all processes, acceptance on the main one; all take part."""
@@ -70,20 +73,25 @@ class Evaluator:
         rows, size = self.corpus.validation.rows, self.recipe.optimizer.micro_batch
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         processes, total = self.engine.processes, None
+        dropped: list[str] = []
         self.engine.model.eval()
         for first in range(0, len(groups), processes):
             number = first + self.engine.process
             # Sharded weights are gathered by all at once: who has no group left repeats the first.
-            sums = self._sums(groups[number if number < len(groups) else 0])
+            group = groups[number if number < len(groups) else 0]
+            states = [self.features.states(row) for row in group]
+            dropped += [name for state in states for name in state.dropped]
+            sums = self._sums(states)
             sums = sums if number < len(groups) else torch.zeros_like(sums)
             total = sums if total is None else total + sums
         self.engine.model.train()
+        self.ledger.enter(dropped)
         assert total is not None
         return self.engine.total(total)
 
     @torch.no_grad()
-    def _sums(self, rows: list[PackedRow]) -> Tensor:
-        batch = collate(rows, self.features, self.engine.device, states_dtype(self.recipe))
+    def _sums(self, states: list[RowStates]) -> Tensor:
+        batch = collate(states, self.engine.device, states_dtype(self.recipe))
         ranks = min(NUM_RANKS, len(self.corpus.vocab or self.target.shared.lm_head_VD))
         criterion = ChunkedCriterion(
             batch,
@@ -106,7 +114,7 @@ class Evaluator:
     def _acceptance_length(self, drafter: Drafter, rates: list[list[float]]) -> float:
         """tau of the greedy loop, with a tree grown from the accuracies measured just now.
 
-        1 when every answer ended before a round was needed.
+        1 when every answer ended before a round was needed. Dropped conversations are not asked.
         """
         drafter.to(device=self.target.device, dtype=self.target.dtype).eval()
         drafter.bind(self.target.shared)
@@ -116,7 +124,10 @@ class Evaluator:
             rule="greedy",
             shape=tree_for(rates, self.recipe.eval.tree_nodes),
         )
-        report = measure_acceptance(self.target, drafter, self.corpus.questions, settings)
+        questions = self.corpus.questions
+        if isinstance(self.recipe.eval.prompts, int):
+            questions = [q for q in questions if q.id not in self.ledger.names]
+        report = measure_acceptance(self.target, drafter, questions, settings)
         return float(report.acceptance_length) if report.counts.rounds else 1.0
 
 

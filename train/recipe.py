@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from distill.losses import LossSettings
 from heads.base import DrafterConfig, drafter_class, drafter_kinds
@@ -27,34 +27,55 @@ class TargetSection(Strict):
     trust_remote_code: bool = False
 
 
-class DataSection(Strict):
-    """The response store at `path`.
+def _as_list(value: Any) -> Any:
+    """A single value as a list of one."""
+    return value if isinstance(value, list | tuple) else [value]
 
-    `respond`: a respond recipe that is run first when the store is missing or incomplete.
+
+class DataSection(Strict):
+    """The response stores at `path`: one path, or a list of them whose rows are joined in order.
+
+    `respond`: a respond recipe that is run first when the first store is missing or incomplete.
     `validation_share` of the conversations is held out. Conversations are packed into rows of
     `sequence_length` tokens. The target's states are kept in memory up to `feature_cache_gib` for
     all processes of a machine together, and computed anew each epoch beyond.
     """
 
-    path: Path
+    path: Annotated[tuple[Path, ...], BeforeValidator(_as_list), Field(min_length=1)]
     respond: Path | None = None
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     sequence_length: int = Field(default=1024, ge=8)
     feature_cache_gib: float = Field(default=4.0, ge=0)
 
+    @field_validator("path")
+    @classmethod
+    def _names_no_store_twice(cls, path: tuple[Path, ...]) -> tuple[Path, ...]:
+        if len(set(path)) < len(path):
+            raise ValueError("a store is named twice; name each once")
+        return path
+
 
 class LossSection(Strict):
-    """Loss by name; draft step k weighs `step_decay ** k`."""
+    """Losses by name with their weights (0 leaves one out); draft step k weighs `step_decay ** k`.
 
-    name: str = "ce"
+    `temperature` softens both distributions of losses with a teacher; `top_k` is how many of the
+    teacher's best tokens topk_ce reads. `per_sequence`: every conversation counts alike, whatever
+    its length; else every supervised position does.
+    """
+
+    terms: dict[str, float] = Field(default_factory=lambda: {"ce": 1.0})
     step_decay: float = Field(default=0.8, gt=0)
     temperature: float = 1.0
     chunk_size: int = 512
+    top_k: int = 10
+    per_sequence: bool = False
 
     @property
     def settings(self) -> LossSettings:
         """The part that the loss itself reads; refuses unknown names."""
-        return LossSettings(self.name, self.temperature, self.chunk_size)
+        return LossSettings(
+            self.terms, self.temperature, self.chunk_size, self.top_k, self.per_sequence
+        )
 
     @model_validator(mode="after")
     def _is_known(self) -> "LossSection":

@@ -148,6 +148,12 @@ class Snapshots:
                 f"{folder} was written by {_words(written)}, this run has {_words(self.launch)}; "
                 "resume with as many processes, the same accumulation and the same engine"
             )
+        if state["draft_vocab"] != self.draft_vocab:
+            raise UserError(
+                f"{folder} has the draft vocabulary {state['draft_vocab']}, the data give "
+                f"{self.draft_vocab} now (kind, size and digest of the ids): they were changed "
+                "since; put back what the run began with, or give another output"
+            )
         if self.engine.sharded:
             self.engine.model.load_checkpoint(str(folder), tag="sharded")
         else:
@@ -162,6 +168,11 @@ class Snapshots:
         per_step = section.micro_batch * section.accumulation * self.engine.processes
         form = f"DeepSpeed on {self.engine.processes}" if self.engine.sharded else "whole tensors"
         return {"rows_per_step": per_step, "form": form}
+
+    @property
+    def draft_vocab(self) -> str:
+        """The draft vocabulary that the drafter has before a snapshot is put in place."""
+        return str(self.engine.drafter.contract_fields()["draft_vocab"])
 
     def _write(self, tensors: dict[str, Tensor], path: Path) -> None:
         try:

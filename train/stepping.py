@@ -9,12 +9,15 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from distill.criterion import ChunkedCriterion, Workspace
-from distill.features import FeatureSource
+from distill.criterion import ChunkedCriterion
+from distill.features import FeatureSource, PackedRow, RowStates
+from distill.workspace import Workspace
+from heads.align import IGNORE, draft_targets
 from heads.errors import UserError
 from infer.target import TargetModel
 from train.batches import Packing, RowStream, collate, derive, share
 from train.engine import Engine
+from train.ledger import Ledger
 from train.recipe import Recipe
 
 NOISE = 2
@@ -44,20 +47,25 @@ class Stepper:
     features: FeatureSource
     workspace: Workspace
     stream: RowStream
+    ledger: Ledger
 
     def take(self, step: int, rate: float, clock: Callable[[], float]) -> StepReport:
         """Step number `step` (from 0) at a learning rate; raises UserError for a loss of NaN."""
         start = perf_counter()
         self.engine.set_learning_rate(rate)
-        rows = [self.packing.rows[index] for index in self.stream.rows(step)]
-        scale = 1 / max(1, sum(row.num_supervised for row in rows))
         engine, size = self.engine, self.recipe.optimizer.micro_batch
-        shares = share(range(len(rows)), engine.process, engine.processes, size)
-        parts, names, data_s = [], [], 0.0
+        indices = self.stream.rows(step)
+        shares = share(range(len(indices)), engine.process, engine.processes, size)
+        mine = [place for places in shares for place in places]
+        states = {i: self.features.states(self.packing.rows[indices[i]]) for i in mine}
+        count, tokens = self._counted(list(states.values()))
+        data_s = perf_counter() - start
+        scale = 1 / max(1, count)
+        parts, names = [], []
         for number, places in enumerate(shares):
             began = perf_counter()
             dtype = states_dtype(self.recipe)
-            batch = collate([rows[i] for i in places], self.features, engine.device, dtype)
+            batch = collate([states.pop(i) for i in places], engine.device, dtype)
             data_s += perf_counter() - began
             first = step * self.stream.per_step + places[0]
             torch.manual_seed(derive(self.recipe.seed, NOISE, first))
@@ -74,8 +82,20 @@ class Stepper:
         norm = engine.gradient_norm()
         self._refuse_nan(step + 1, sums_SX, norm, parts, names)
         engine.step()
-        tokens = sum(row.num_tokens for row in rows)
         return StepReport(sums_SX, tokens, norm, clock_s, perf_counter() - start, data_s)
+
+    def _counted(self, states: list[RowStates]) -> tuple[int, int]:
+        """What the whole step counts and its tokens, without what any process dropped."""
+        unknown = self.ledger.unknown(name for state in states for name in state.dropped)
+        counts = [
+            sum(loss_count(state.row, self.recipe.loss.per_sequence) for state in states),
+            sum(state.row.num_tokens for state in states),
+            len(unknown),
+        ]
+        count, tokens, dropped = self.engine.total(torch.tensor(counts)).tolist()
+        if dropped:
+            self.ledger.enter(unknown)
+        return count, tokens
 
     def _reduced(self, parts: list[Tensor], clock_s: float) -> tuple[Tensor, float]:
         """The sums over micro-batches and processes, and the main process's clock, in one go."""
@@ -112,3 +132,14 @@ class Stepper:
 def states_dtype(recipe: Recipe) -> torch.dtype | None:
     """What the target's states are cast to: float32 for a float32 forward, else nothing."""
     return torch.float32 if recipe.precision == "fp32" else None
+
+
+def loss_count(row: PackedRow, per_sequence: bool) -> int:
+    """What the loss of a row is divided by: positions that the first draft step supervises, or
+    conversations that have one."""
+    if not per_sequence:
+        return row.num_supervised
+    targets_1T = draft_targets(
+        row.tokens_T[None], row.loss_mask_T[None], row.segments_T[None], step=0
+    )
+    return len(row.segments_T[targets_1T[0] != IGNORE].unique())

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from distill.criterion import Workspace
 from distill.features import FeatureSource
-from distill.losses import LOSSES
+from distill.workspace import Workspace
 from heads.base import Drafter, Needs, drafter_class, save_drafter
 from heads.errors import UserError
 from infer.target import TargetModel
@@ -23,6 +22,7 @@ from train.corpus import Corpus, load_corpus, needs_responses, write_responses
 from train.engine import Engine, start_processes
 from train.evaluation import Evaluator
 from train.forecast import cache_shares, describe_data, describe_memory
+from train.ledger import Ledger
 from train.logbook import (
     Logbook,
     Meter,
@@ -128,6 +128,7 @@ class Run:
     stepper: Stepper
     evaluator: Evaluator
     pace: Pace
+    ledger: Ledger
     logbook: Logbook
     snapshots: Snapshots
     step: int = 0
@@ -148,12 +149,14 @@ class Run:
         """Put the parts together."""
         engine = Engine(recipe, drafter)
         needs = drafter.needs
-        if LOSSES[recipe.loss.name].teacher:
+        if recipe.loss.settings.reads_target:
             needs = Needs(final_hidden=True, captured_layers=needs.captured_layers)
         budgets = cache_shares(recipe, corpus, engine)
         features = FeatureSource(target, needs, budgets[0])
         held_out = FeatureSource(target, needs, budgets[1])
-        workspace = Workspace()
+        workspace, logbook = Workspace(), Logbook(recipe, engine)
+        conversations = corpus.train.num_conversations + corpus.validation.num_conversations
+        ledger = Ledger(conversations, logbook.say)
         section = recipe.optimizer
         per_step = section.micro_batch * section.accumulation * engine.processes
         num_rows = len(corpus.train.rows)
@@ -163,10 +166,13 @@ class Run:
             engine=engine,
             target=target,
             corpus=corpus,
-            stepper=Stepper(recipe, engine, target, corpus.train, features, workspace, stream),
-            evaluator=Evaluator(recipe, engine, target, corpus, held_out, workspace),
+            stepper=Stepper(
+                recipe, engine, target, corpus.train, features, workspace, stream, ledger
+            ),
+            evaluator=Evaluator(recipe, engine, target, corpus, held_out, workspace, ledger),
             pace=Pace(recipe.stop, section, num_rows / per_step),
-            logbook=Logbook(recipe, engine),
+            ledger=ledger,
+            logbook=logbook,
             snapshots=Snapshots(recipe, engine),
         )
 
@@ -212,6 +218,11 @@ class Run:
             f"done: {self.step} steps in {self.elapsed_s / 60:.1f} min, best tau "
             f"{self.best_tau:.2f} at step {self.best_step} in {self.recipe.output / 'best'}"
         )
+        if self.ledger.names:
+            self.logbook.say(
+                f"dropped: {len(self.ledger.names)} of {self.ledger.num_conversations:,} "
+                "conversations, for states that hold NaN or infinity"
+            )
         if self.engine.is_main:
             write_summary(
                 self.recipe.output,
@@ -221,6 +232,7 @@ class Run:
                     "tau": self.tau,
                     "best_tau": self.best_tau,
                     "best_step": self.best_step,
+                    "dropped": sorted(self.ledger.names),
                 },
             )
         self.engine.wait()
@@ -255,6 +267,7 @@ class Run:
             "lr": self.engine.learning_rate,
             "grad_norm": self.last.gradient_norm,
             "epoch": self.step / self.pace.steps_per_epoch,
+            "dropped": len(self.ledger.names),
             "tokens_per_second": meter.tokens / meter.step_s,
             "data_share": meter.data_s / meter.step_s,
             "elapsed_s": self.elapsed_s,
@@ -287,6 +300,7 @@ class Run:
             "accuracies_HK": accuracies(found.sums_SX),
             "tau": self.tau,
             "best": best,
+            "dropped": len(self.ledger.names),
             "eval_s": found.seconds,
             "elapsed_s": self.elapsed_s,
         }
@@ -296,12 +310,14 @@ class Run:
     def _state(self) -> dict[str, Any]:
         return {
             "launch": self.snapshots.launch,
+            "draft_vocab": self.snapshots.draft_vocab,
             "step": self.step,
             "elapsed_s": self.elapsed_s,
             "tau": self.tau,
             "best_tau": self.best_tau,
             "best_step": self.best_step,
             "evaluated_at": self.evaluated_at,
+            "dropped": sorted(self.ledger.names),
             "since_log": self.since_log.to_json(),
             "since_eval": self.since_eval.to_json(),
         }
@@ -309,5 +325,6 @@ class Run:
     def _resume(self, state: dict[str, Any]) -> None:
         for name in ("step", "elapsed_s", "tau", "best_tau", "best_step", "evaluated_at"):
             setattr(self, name, state[name])
+        self.ledger.names.update(state["dropped"])
         self.since_log = Meter.from_json(state["since_log"])
         self.since_eval = Meter.from_json(state["since_eval"])

@@ -1,6 +1,6 @@
 """The target's states for packed rows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,7 +8,6 @@ import torch
 
 from distill.features import FeatureSource, PackedRow, features_gib
 from heads.base import Needs
-from heads.errors import UserError
 from infer.target import TargetModel
 
 NEEDS = Needs(final_hidden=True, captured_layers=(1, 3))
@@ -69,20 +68,56 @@ def test_cache_keeps_to_its_budget(tiny_target: TargetModel) -> None:
     assert source.states(dropped) is not source.states(dropped)
 
 
-def test_conversation_whose_states_are_nan_is_named(tiny_target: TargetModel) -> None:
+@pytest.fixture
+def poison(tiny_target: TargetModel) -> Iterator[Callable[[int], None]]:
+    """Gives a token's embedding the value NaN, for the time of a test."""
     weight = tiny_target.model.get_input_embeddings().weight
     before = weight.detach().clone()
-    only_in_second = next(
-        int(t) for t in row().tokens_T[9:15] if int(t) not in row().tokens_T[:9].tolist()
-    )
-    try:
-        with torch.no_grad():
-            weight[only_in_second] = float("nan")
-        with pytest.raises(UserError, match="states of conversation second hold NaN"):
-            FeatureSource(tiny_target, NEEDS, 1.0).states(row())
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
+    with torch.no_grad():
+        yield lambda token: weight[token].fill_(float("nan"))
+        weight.copy_(before)
+
+
+def only_in(place: slice) -> int:
+    """A token of the row that stands nowhere else."""
+    tokens = row().tokens_T.tolist()
+    return next(token for token in tokens[place] if tokens.count(token) == 1)
+
+
+@pytest.mark.parametrize(("bad", "place"), [("first", slice(0, 9)), ("second", slice(9, 15))])
+def test_conversation_whose_states_are_nan_is_dropped_and_the_other_keeps_its_bits(
+    bad: str, place: slice, tiny_target: TargetModel, poison: Callable[[int], None]
+) -> None:
+    whole = FeatureSource(tiny_target, NEEDS, 0.0).states(row())
+    poison(only_in(place))
+    found = FeatureSource(tiny_target, NEEDS, 1.0).states(row())
+    assert whole.dropped == () and found.dropped == (bad,)
+    assert whole.captured_TAD is not None and found.captured_TAD is not None
+    for states, healthy in (
+        (found.hidden_TD, whole.hidden_TD),
+        (found.captured_TAD, whole.captured_TAD),
+    ):
+        expected = healthy.clone()
+        expected[place] = 0
+        assert torch.equal(states, expected)
+    out = torch.zeros(20, dtype=torch.bool)
+    out[place] = True
+    assert torch.equal(found.row.segments_T, row().segments_T.masked_fill(out, 0))
+    assert torch.equal(found.row.loss_mask_T, row().loss_mask_T & ~out)
+    assert found.row.num_supervised == row().num_supervised - (place.stop - place.start - 2)
+    assert found.row.num_tokens == 15 - (place.stop - place.start)
+
+
+def test_row_of_nothing_but_nan_is_all_padding(
+    tiny_target: TargetModel, poison: Callable[[int], None]
+) -> None:
+    for place in (slice(0, 9), slice(9, 15)):
+        poison(only_in(place))
+    found = FeatureSource(tiny_target, NEEDS, 1.0).states(row())
+    assert found.dropped == ("first", "second")
+    assert found.row.num_tokens == found.row.num_supervised == 0
+    assert not found.hidden_TD.any() and found.captured_TAD is not None
+    assert not found.captured_TAD.any()
 
 
 def test_nothing_is_computed_for_a_drafter_that_needs_nothing(

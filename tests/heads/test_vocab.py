@@ -1,11 +1,13 @@
 """Draft vocabularies."""
 
+import re
+
 import pytest
 import torch
 
 from heads.align import IGNORE
 from heads.errors import UserError
-from heads.vocab import VocabMap
+from heads.vocab import VocabMap, label
 
 
 def vocab(*ids: int, size: int = 10) -> VocabMap:
@@ -36,6 +38,19 @@ def test_special_tokens_are_always_kept() -> None:
     counts = torch.tensor([5, 0, 7, 5, 5, 1])
     assert VocabMap.from_counts(counts, 3, always=[1, 5, 1]).target_ids_Vd.tolist() == [1, 2, 5]
     assert VocabMap.from_counts(counts, 2, always=[1, 5]).target_ids_Vd.tolist() == [1, 5]
+
+
+def test_ids_that_never_occur_fill_up_from_the_lowest() -> None:
+    counts = torch.tensor([0, 0, 3, 0, 0, 1])
+    assert VocabMap.from_counts(counts, 4).target_ids_Vd.tolist() == [0, 1, 2, 5]
+    assert VocabMap.from_counts(counts, 4, always=[4]).target_ids_Vd.tolist() == [0, 2, 4, 5]
+
+
+def test_the_digest_is_of_the_ids_alone() -> None:
+    assert vocab(1, 4, 9).digest == vocab(1, 4, 9, size=20).digest != vocab(1, 4, 8).digest
+    assert re.fullmatch("[0-9a-f]{16}", vocab(1, 4, 9).digest)
+    assert label(None) == "full"
+    assert label(torch.tensor([1, 4, 9])) == f"reduced:3:{vocab(1, 4, 9).digest}"
 
 
 def test_counting_leaves_the_counts_alone() -> None:

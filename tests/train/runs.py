@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 
 from distill.store import (
     Counts,
@@ -44,9 +46,12 @@ def make_rows(num: int, vocab_size: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-def write_store(path: Path, target: TargetModel, num: int = 40) -> Path:
+def write_store(
+    path: Path, target: TargetModel, num: int = 40, rows: list[Row] | None = None
+) -> Path:
     """A complete store of such conversations, as `outrider respond` leaves one."""
-    rows = make_rows(num, target.identity.vocab_size)
+    rows = make_rows(num, target.identity.vocab_size) if rows is None else rows
+    num = len(rows)
     (path / "shards").mkdir(parents=True)
     write_shard(shard_path(path, "00000"), rows)
     write_manifest(
@@ -93,6 +98,36 @@ def train_here(recipe: Path, *overrides: str) -> Path:
         state._reset_state()
     main("medusa", ["--config", str(recipe), *overrides])
     return recipe.with_suffix("")
+
+
+def refused(capsys: pytest.CaptureFixture[str], recipe: Path, *overrides: str) -> str:
+    """What a run says that is refused with exit status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        train_here(recipe, *overrides)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert "Traceback" not in error
+    return error
+
+
+def launcher(name: str) -> tuple[str, ...]:
+    """`accelerate launch` with one of the shipped configs."""
+    config = str(ROOT / "configs" / "accelerate" / f"{name}.yaml")
+    return ("-m", "accelerate.commands.launch", "--config_file", config)
+
+
+def assert_close(output: Path, reference: Path) -> None:
+    """Two runs that computed the same in another order."""
+    a, b = (
+        torch.tensor([[float(v or 0) for v in row] for row in trajectory(run)])
+        for run in (output, reference)
+    )
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    left, right = (load_file(run / "last" / "model.safetensors") for run in (output, reference))
+    assert left.keys() == right.keys()
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=1e-2, atol=1e-4)
 
 
 def trajectory(output: Path) -> list[tuple[Any, ...]]:

@@ -60,7 +60,8 @@ def test_packed_rows_have_the_loss_of_the_conversations_alone(tiny_target: Targe
     sums = []
     for packing in (pack(rows, 80, 0), *(pack([row], 80, 0) for row in rows)):
         features = FeatureSource(tiny_target, HIDDEN, 1.0)
-        batch = collate(packing.rows, features, tiny_target.device)
+        states = [features.states(row) for row in packing.rows]
+        batch = collate(states, tiny_target.device)
         criterion = ChunkedCriterion(batch, LossSettings(), tiny_target.shared.lm_head_VD)
         steps = drafter(batch, criterion)
         sums.append([[float(s.loss_sum.detach()), float(s.num_positions)] for s in steps])

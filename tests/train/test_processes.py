@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +14,15 @@ from safetensors.torch import load_file
 from tests.train.runs import (
     ROOT,
     Recipes,
+    assert_close,
     command,
     environment,
+    launcher,
     records,
     run_training,
     train_here,
     trajectory,
 )
-
-LAUNCH = ("-m", "accelerate.commands.launch", "--config_file")
-
-
-def launcher(name: str) -> tuple[str, ...]:
-    return (*LAUNCH, str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
 
 
 def test_run_killed_by_kill_9_resumes_bit_for_bit(recipes: Recipes) -> None:
@@ -56,18 +51,6 @@ def test_run_killed_by_kill_9_resumes_bit_for_bit(recipes: Recipes) -> None:
     for name in ("best", "last"):
         a, b = (load_file(run / name / "model.safetensors") for run in (output, whole))
         assert all(torch.equal(a[key], b[key]) for key in a)
-
-
-def assert_close(output: Path, reference: Path) -> None:
-    a, b = (
-        torch.tensor([[float(v or 0) for v in row] for row in trajectory(run)])
-        for run in (output, reference)
-    )
-    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    left, right = (load_file(run / "last" / "model.safetensors") for run in (output, reference))
-    assert left.keys() == right.keys()
-    for key in left:
-        torch.testing.assert_close(left[key], right[key], rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from heads.base import load_drafter
 from infer.target import TargetModel
-from tests.train.runs import Recipes, records, train_here, trajectory
+from tests.train.runs import Recipes, records, refused, train_here, trajectory
 from train.engine import Engine, Forward
 from train.snapshots import Snapshots
 
@@ -75,7 +75,15 @@ def test_draft_vocabulary_is_counted_and_its_coverage_told(
     assert "draft vocabulary of 60 covers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss__name": "forward_kl", "drafter__lm_head": "own"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss__terms": {"forward_kl": 1.0}, "drafter__lm_head": "own"},
+        {"loss": {"terms": {"ce": 0.5, "tv": 1.0}, "per_sequence": True}},
+    ],
+    ids=["ce", "taught", "by conversation"],
+)
 def test_eight_small_batches_equal_one_large_one(recipes: Recipes, changes: dict[str, Any]) -> None:
     small = recipes("small", optimizer={"lr": 0.01, "micro_batch": 1, "accumulation": 8}, **changes)
     large = recipes("large", optimizer={"lr": 0.01, "micro_batch": 8, "accumulation": 1}, **changes)
@@ -173,16 +181,6 @@ def test_wall_clock_ends_a_run_and_its_schedule(recipes: Recipes) -> None:
     assert summary["steps"] > 1 and 1.2 <= summary["elapsed_s"] < 60
     rates = [record["lr"] for record in records(output, "train")]
     assert rates[-1] < max(rates)
-
-
-def refused(capsys: pytest.CaptureFixture[str], recipe: Path, *overrides: str) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        train_here(recipe, *overrides)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert "Traceback" not in error
-    return error
 
 
 def test_occupied_output_is_refused(recipes: Recipes, capsys: pytest.CaptureFixture[str]) -> None:
