@@ -1,167 +1,47 @@
-"""The criterion of a batch: output matrix and loss fused, in chunks of positions.
+"""The criterion of a batch: what each draft step is held against, and how its positions count.
 
-As in Cut Your Losses (2411.09009, section 4, without its filter): the forward takes a chunk of
-positions, computes its logits, its losses and at once the gradients with respect to the hidden
-states and, where it is trained, the output matrix. So one [C, V] buffer lives at a time and the
-backward only scales. Positions without a target never reach the matrix product.
+Positions without a target never reach the matrix product, which `distill/fused.py` does together
+with the losses.
 
-Shapes: B rows, T positions, N supervised positions (flattened), C positions of a chunk, S of a
-block (the part of a chunk whose float32 logits stay in the processor's cache), D hidden, V (draft)
-vocabulary, K ranks.
+Shapes: B rows, T positions, P = B * T, N supervised positions, D hidden, V (draft) vocabulary, K
+ranks.
 """
-
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.losses import LOSSES, Block, LossSettings
+from distill.divergences import Whole
+from distill.fused import FusedLoss, Work
+from distill.losses import LossSettings, smooth_l1
+from distill.teacher import Teacher, teacher_places
+from distill.workspace import Workspace, wide_dtype
 from heads.align import IGNORE, draft_targets, teacher_positions
 from heads.base import StepLoss, TrainingBatch
+from heads.errors import UserError
 from heads.vocab import VocabMap
 
-BLOCK = 32
 
+def conversation_weights(segments_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """1 / (its conversation's supervised positions) at each supervised position [B, T], else 0.
 
-@dataclass
-class Workspace:
-    """Buffers kept from batch to batch: fresh ones of this size cost as much as the arithmetic."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    rows: tuple[VocabMap, Tensor] | None = None
-    casts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def take(self, name: str, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor that is valid until the same name is taken again."""
-        size = shape[0] * shape[1]
-        held = self.buffers.get(name)
-        if held is None or held.dtype != dtype or held.device != like.device or len(held) < size:
-            held = self.buffers[name] = torch.empty(size, dtype=dtype, device=like.device)
-        return held[:size].view(shape)
-
-    def teacher_rows(self, lm_head_VD: Tensor, vocab: VocabMap | None) -> Tensor:
-        """The rows of the target's output matrix that a draft vocabulary names."""
-        if vocab is None:
-            return lm_head_VD
-        if self.rows is None or self.rows[0] is not vocab:
-            self.rows = (vocab, lm_head_VD[vocab.target_ids_Vd.to(lm_head_VD.device)])
-        return self.rows[1]
-
-    def matmul_weight(self, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrix in the dtype of the products; of a frozen one the cast is kept."""
-        if weight_VD.dtype == dtype or weight_VD.requires_grad:
-            return weight_VD.detach().to(dtype)
-        held = self.casts.get(id(weight_VD))
-        if held is None or held[1].dtype != dtype:
-            held = self.casts[id(weight_VD)] = (weight_VD, weight_VD.to(dtype))
-        return held[1]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the fused loss needs beside what it differentiates."""
-
-    settings: LossSettings
-    targets_N: Tensor
-    teacher_ND: Tensor | None
-    teacher_VD: Tensor | None
-    num_ranks: int
-    workspace: Workspace
-    hidden_grad: bool
-    weight_grad: bool
-
-
-class _FusedLoss(torch.autograd.Function):
-    """(hidden_ND, weight_VD) -> (loss sum, rank counts), products in the hidden states' dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, work: Work) -> tuple[Tensor, ...]:
-        """Losses and gradients in one sweep; the gradients wait for the backward."""
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        total = hidden_ND.new_zeros((), dtype=wide)
-        matrix_VD = work.workspace.matmul_weight(weight_VD, hidden_ND.dtype)
-        counts_K = torch.zeros(work.num_ranks, dtype=torch.long, device=hidden_ND.device)
-        hidden_grad = torch.empty_like(hidden_ND) if work.hidden_grad else None
-        weight_grad = torch.zeros_like(weight_VD, dtype=wide) if work.weight_grad else None
-        for start in range(0, len(hidden_ND), work.settings.chunk_size):
-            chunk = slice(start, min(start + work.settings.chunk_size, len(hidden_ND)))
-            grad_CV, losses_C, ranks_C = _chunk_loss(hidden_ND, matrix_VD, chunk, work)
-            total += losses_C.sum()
-            counts_K += torch.bincount(ranks_C, minlength=work.num_ranks + 1)[: work.num_ranks]
-            if hidden_grad is not None:
-                torch.mm(grad_CV, matrix_VD, out=hidden_grad[chunk])
-            if weight_grad is not None:
-                weight_grad += grad_CV.T @ hidden_ND[chunk]
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.mark_non_differentiable(counts_K)
-        return total, counts_K
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """The waiting gradients, scaled."""
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return (
-            None if hidden_grad is None else hidden_grad * grads[0],
-            None if weight_grad is None else weight_grad * grads[0],
-            None,
-        )
-
-
-def _chunk_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, chunk: slice, work: Work
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient at the logits [C, V] (in their dtype), losses [C], ranks [C] of one chunk."""
-    space, settings = work.workspace, work.settings
-    shape = (chunk.stop - chunk.start, len(weight_VD))
-    logits_CV = space.take("logits", shape, hidden_ND, hidden_ND.dtype)
-    torch.mm(hidden_ND[chunk], weight_VD.T, out=logits_CV)
-    teacher_CV = None
-    if work.teacher_ND is not None and work.teacher_VD is not None:
-        teacher_CV = space.take("teacher", shape, hidden_ND, work.teacher_VD.dtype)
-        torch.mm(work.teacher_ND[chunk], work.teacher_VD.T, out=teacher_CV)
-    targets_C = work.targets_N[chunk]
-    losses, ranks = [], []
-    for start in range(0, shape[0], BLOCK):
-        block = slice(start, min(start + BLOCK, shape[0]))
-        wide_SV = _widened(logits_CV[block], "wide", space)
-        best_S = wide_SV.argmax(-1)
-        ranks.append(_ranks(wide_SV, targets_C[block], best_S, work.num_ranks))
-        taught_SV = (
-            None if teacher_CV is None else _widened(teacher_CV[block], "wide_teacher", space)
-        )
-        view = Block(wide_SV, targets_C[block], best_S, taught_SV, settings.temperature)
-        losses.append(LOSSES[settings.name].fused(view))
-        if wide_SV.dtype != logits_CV.dtype:
-            logits_CV[block].copy_(wide_SV)
-    return logits_CV, torch.cat(losses), torch.cat(ranks)
-
-
-def _widened(rows_SV: Tensor, name: str, space: Workspace) -> Tensor:
-    """The rows in at least float32: themselves, or a copy in a buffer."""
-    if rows_SV.dtype in (torch.float32, torch.float64):
-        return rows_SV
-    shape = (rows_SV.shape[0], rows_SV.shape[1])
-    return space.take(name, shape, rows_SV, torch.float32).copy_(rows_SV)
-
-
-def _ranks(logits_SV: Tensor, targets_S: Tensor, best_S: Tensor, num_ranks: int) -> Tensor:
-    """Rank [S] of each target among its logits (ties: lowest id first), at most `num_ranks`."""
-    if num_ranks == 1:
-        return (best_S != targets_S).long()
-    at_target = logits_SV.gather(1, targets_S[:, None])
-    above = (logits_SV > at_target).sum(-1)
-    ids = torch.arange(logits_SV.shape[1], device=targets_S.device)
-    ties = ((logits_SV == at_target) & (ids < targets_S[:, None])).sum(-1)
-    return (above + ties).clamp_(max=num_ranks)
+    segments [1 1 1 2 2], targets [5 6 IGNORE 7 IGNORE]  ->  [1/2 1/2 0 1 0]
+    """
+    rows, length = segments_BT.shape
+    supervised = targets_BT != IGNORE
+    first = torch.arange(rows, device=segments_BT.device)[:, None] * (length + 1)
+    number_P = (segments_BT + first).flatten()
+    count_P = torch.zeros(rows * (length + 1), dtype=torch.float32, device=segments_BT.device)
+    count_P.index_add_(0, number_P, supervised.flatten().float())
+    weights_P = supervised.flatten() / count_P[number_P].clamp(min=1)
+    return weights_P.view(rows, length)
 
 
 class ChunkedCriterion:
     """The `heads.base.Criterion` of one batch.
 
-    Targets outside a draft vocabulary carry no loss and count as wrong. A teacher is the target
-    itself one position before the token (`heads.align.teacher_positions`), restricted to the draft
-    vocabulary and renormalised. `num_ranks` is K of `rank_counts_K`.
+    Targets outside a draft vocabulary carry no loss over the vocabulary and count as wrong. A
+    teacher is the target itself one position before the token (`heads.align.teacher_positions`),
+    restricted to the draft vocabulary and renormalised. `num_ranks` is K of `rank_counts_K`.
     """
 
     def __init__(
@@ -176,46 +56,92 @@ class ChunkedCriterion:
         self.num_ranks, self.workspace = num_ranks, workspace or Workspace()
 
     def __call__(
-        self, hidden_BTD: Tensor, weight_VD: Tensor, *, step: int, vocab: VocabMap | None = None
+        self,
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        *,
+        step: int,
+        vocab: VocabMap | None = None,
+        features_BTD: Tensor | None = None,
     ) -> StepLoss:
-        """Loss sum and counts of draft step `step`."""
+        """Loss sums and counts of draft step `step`."""
         batch = self.batch
-        targets = draft_targets(batch.tokens_BT, batch.loss_mask_BT, batch.segments_BT, step)
-        num_positions = (targets != IGNORE).sum()
-        if vocab is not None:
-            targets = vocab.to_draft(targets)
-        where = (targets != IGNORE).flatten().nonzero()[:, 0]
+        targets_BT = draft_targets(batch.tokens_BT, batch.loss_mask_BT, batch.segments_BT, step)
+        weights_P = None
+        if self.settings.per_sequence:
+            weights_P = conversation_weights(batch.segments_BT, targets_BT).flatten()
+        with torch.autocast(hidden_BTD.device.type, enabled=False):
+            where_N = (targets_BT != IGNORE).flatten().nonzero()[:, 0]
+            regression = self._regression(features_BTD, where_N, weights_P, step)
+        draft_BT = targets_BT if vocab is None else vocab.to_draft(targets_BT)
         dtype = _matmul_dtype(hidden_BTD)
         with torch.autocast(hidden_BTD.device.type, enabled=False):
-            hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, where).to(dtype)
-            teacher_ND, teacher_VD = self._teacher(where, step, vocab, dtype)
-            tracked = torch.is_grad_enabled()
-            work = Work(
-                settings=self.settings,
-                targets_N=targets.flatten()[where],
-                teacher_ND=teacher_ND,
-                teacher_VD=teacher_VD,
-                num_ranks=self.num_ranks,
-                workspace=self.workspace,
-                hidden_grad=tracked and hidden_ND.requires_grad,
-                weight_grad=tracked and weight_VD.requires_grad,
+            loss_sum, plain_sum, counts_K = self._vocabulary(
+                hidden_BTD, weight_VD, draft_BT.flatten(), weights_P, step, vocab, dtype
             )
-            loss_sum, counts_K = _FusedLoss.apply(  # type: ignore[no-untyped-call]
-                hidden_ND, weight_VD, work
-            )
-        return StepLoss(loss_sum, num_positions, counts_K)
+        if regression is not None:
+            loss_sum, plain_sum = loss_sum + regression[0], plain_sum + regression[1]
+        num_positions = torch.tensor(len(where_N), device=targets_BT.device)
+        return StepLoss(loss_sum, num_positions, counts_K, plain_sum)
+
+    def _vocabulary(
+        self,
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        targets_P: Tensor,
+        weights_P: Tensor | None,
+        step: int,
+        vocab: VocabMap | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted and plain sum of the losses over the vocabulary, rank counts."""
+        where_N = (targets_P != IGNORE).nonzero()[:, 0]
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, where_N).to(dtype)
+        tracked = torch.is_grad_enabled()
+        work = Work(
+            settings=self.settings,
+            targets_N=targets_P[where_N],
+            weights_N=None if weights_P is None else weights_P[where_N],
+            teacher=self._teacher(where_N, step, vocab, dtype),
+            num_ranks=self.num_ranks,
+            workspace=self.workspace,
+            hidden_grad=tracked and hidden_ND.requires_grad,
+            weight_grad=tracked and weight_VD.requires_grad,
+        )
+        sums: tuple[Tensor, Tensor, Tensor] = FusedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, work
+        )
+        return sums
 
     def _teacher(
-        self, where: Tensor, step: int, vocab: VocabMap | None, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The target's own states and output matrix that foretell the positions' tokens."""
-        if not LOSSES[self.settings.name].teacher:
-            return None, None
-        hidden_BTD = self.batch.hidden_BTD
-        positions = teacher_positions(hidden_BTD.shape[1], step, hidden_BTD.device)
-        teacher = hidden_BTD[:, positions].flatten(0, 1).index_select(0, where)
+        self, where_N: Tensor, step: int, vocab: VocabMap | None, dtype: torch.dtype
+    ) -> Teacher | None:
+        """The target's distributions that foretell the positions' tokens."""
+        if not self.settings.has_teacher:
+            return None
         rows = self.workspace.teacher_rows(self.lm_head_VD, vocab)
-        return teacher.detach().to(dtype), self.workspace.matmul_weight(rows, dtype)
+        matrix_VD = self.workspace.matmul_weight(rows, dtype)
+        return Teacher.of(self.batch, self.settings, matrix_VD, where_N, step, self.workspace)
+
+    def _regression(
+        self, features_BTD: Tensor | None, where_N: Tensor, weights_P: Tensor | None, step: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Weighted and plain sum of the loss between features and the target's states."""
+        weight = self.settings.feature_weight
+        if not weight:
+            return None
+        if features_BTD is None:
+            raise UserError(
+                "loss.terms asks for smooth_l1, but this drafter predicts no features of the "
+                "target; take it out of loss.terms or train a drafter that predicts them"
+            )
+        wide = wide_dtype(features_BTD.dtype)
+        features_ND = features_BTD.flatten(0, 1).index_select(0, where_N).to(wide)
+        places_N = teacher_places(self.batch, where_N, step)
+        states_ND = self.batch.hidden_BTD.detach().flatten(0, 1)[places_N].to(wide)
+        losses_N = weight * smooth_l1(features_ND, states_ND)
+        weighted = losses_N if weights_P is None else losses_N * weights_P[where_N]
+        return weighted.sum(), losses_N.detach().sum()
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -235,38 +161,29 @@ def step_loss_ref(
     step: int,
     vocab: VocabMap | None = None,
     num_ranks: int = 1,
+    features_BTD: Tensor | None = None,
 ) -> StepLoss:
     """What `ChunkedCriterion` gives, on whole tensors with plain autograd."""
-    targets = draft_targets(batch.tokens_BT, batch.loss_mask_BT, batch.segments_BT, step).flatten()
+    targets_BT = draft_targets(batch.tokens_BT, batch.loss_mask_BT, batch.segments_BT, step)
+    weights_P = conversation_weights(batch.segments_BT, targets_BT).flatten()
+    weights_P = weights_P if settings.per_sequence else torch.ones_like(weights_P)
+    targets = targets_BT.flatten()
     draft = targets if vocab is None else vocab.to_draft(targets)
-    where = draft != IGNORE
+    where, known = targets != IGNORE, draft != IGNORE
     positions = teacher_positions(batch.tokens_BT.shape[1], step, targets.device)
     rows = lm_head_VD if vocab is None else lm_head_VD[vocab.target_ids_Vd]
-    teacher = (batch.hidden_BTD[:, positions].to(rows.dtype) @ rows.T).flatten(0, 1)[where]
-    logits = (hidden_BTD @ weight_VD.T).flatten(0, 1)[where]
-    losses = LOSSES[settings.name].ref(logits, draft[where], teacher, settings.temperature)
+    states_BTD = batch.hidden_BTD[:, positions].to(rows.dtype)
+    teacher = (states_BTD @ rows.T).flatten(0, 1)[known]
+    logits = (hidden_BTD @ weight_VD.T).flatten(0, 1)[known]
+    whole = Whole(logits, draft[known], teacher, settings.temperature, settings.top_k)
+    losses = torch.zeros_like(targets, dtype=logits.dtype)
+    for loss, weight in settings.vocabulary_terms:
+        losses = losses.index_add(0, known.nonzero()[:, 0], weight * loss.ref(whole))
+    if settings.feature_weight:
+        assert features_BTD is not None
+        gap = smooth_l1(features_BTD, states_BTD).flatten()[where]
+        losses = losses.index_add(0, where.nonzero()[:, 0], settings.feature_weight * gap)
     order = logits.argsort(dim=-1, descending=True, stable=True)
-    hits = order[:, :num_ranks] == draft[where][:, None]
-    return StepLoss(losses.sum(), (targets != IGNORE).sum(), hits.sum(0))
-
-
-def loss_memory_gib(
-    settings: LossSettings,
-    *,
-    num_positions: int,
-    hidden_size: int,
-    vocab_size: int,
-    matmul_bytes: int = 2,
-    trained_weight: bool = False,
-) -> float:
-    """Upper estimate of what one draft step's loss holds: its chunk, its block, its gradients.
-
-    `num_positions` of one micro-batch; the output matrix's float32 gradient only when trained.
-    """
-    chunk = min(settings.chunk_size, num_positions)
-    sides = 2 if LOSSES[settings.name].teacher else 1
-    buffers = sides * chunk * vocab_size * matmul_bytes
-    blocks = (2 * sides - 1) * min(BLOCK, chunk) * vocab_size * 4 * (matmul_bytes < 4)
-    states = (1 + sides) * num_positions * hidden_size * matmul_bytes
-    weight = vocab_size * hidden_size * (4 + 2 * matmul_bytes) if trained_weight else 0
-    return float(buffers + blocks + states + weight) / 2**30
+    hits = order[:, :num_ranks] == draft[known][:, None]
+    plain = losses.detach().sum()
+    return StepLoss((losses * weights_P).sum(), where.sum(), hits.sum(0), plain)

@@ -2,7 +2,7 @@
 
 Parameters are float32, the forward runs under bf16 autocast when the recipe says so, in every
 engine alike. Gradients are summed over the whole global batch and divided once, by its number of
-supervised positions.
+supervised positions, or of conversations where those count alike.
 """
 
 import os
@@ -70,7 +70,7 @@ class Forward(nn.Module):
     """The module that engines wrap: a drafter's training forward, reduced to what they may see.
 
     Gives the objective, sum over draft steps k of step_decay^k * loss_sum_k, and the sums [S, 2+K]
-    of the S draft steps: loss sum, supervised positions, rank counts (float64, detached).
+    of the S draft steps: plain loss sum, supervised positions, rank counts (float64, detached).
     """
 
     def __init__(self, drafter: Drafter, precision: str, step_decay: float) -> None:
@@ -88,7 +88,7 @@ class Forward(nn.Module):
         for k, step in enumerate(steps):
             objective = objective + self.step_decay**k * step.loss_sum
             counts = torch.cat([step.num_positions[None], step.rank_counts_K])
-            rows.append(torch.cat([step.loss_sum.detach()[None].double(), counts.double()]))
+            rows.append(torch.cat([step.plain_sum.detach()[None].double(), counts.double()]))
         return objective, torch.stack(rows)
 
 
@@ -146,7 +146,7 @@ class Engine:
         return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
     def backward(self, batch: TrainingBatch, criterion: Criterion, scale: float, last: bool) -> Any:
-        """Add a micro-batch's gradients; `scale` is 1 / the global batch's supervised positions.
+        """Add a micro-batch's gradients; `scale` is 1 / what the global batch counts.
 
         Engines average over processes, so the sum is restored here. Gives the sums [S, 2+K].
         """

@@ -2,8 +2,8 @@
 
 import torch
 
-from distill.criterion import loss_memory_gib
 from distill.features import FeatureSource, features_gib
+from distill.workspace import loss_memory_gib
 from infer.target import TargetModel
 from train.corpus import Corpus
 from train.engine import Engine

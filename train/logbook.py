@@ -61,7 +61,10 @@ def step_losses(sums_SX: Tensor) -> list[float]:
 
 
 def objective(sums_SX: Tensor, step_decay: float) -> float:
-    """What is minimised: the steps' weighted loss sums over the first step's positions."""
+    """The steps' weighted loss sums over the first step's positions.
+
+    What is minimised, unless conversations count alike: here every position does.
+    """
     weights = step_decay ** torch.arange(len(sums_SX), dtype=torch.float64)
     return float((weights * sums_SX[:, 0]).sum() / sums_SX[0, 1].clamp(min=1))
 

@@ -135,11 +135,13 @@ def states_dtype(recipe: Recipe) -> torch.dtype | None:
 
 
 def loss_count(row: PackedRow, per_sequence: bool) -> int:
-    """What the loss of a row is divided by: positions that the first draft step supervises, or
-    conversations that have one."""
+    """What a row adds to the divisor of the loss.
+
+    Its positions that the first draft step supervises, or its conversations that have one.
+    """
     if not per_sequence:
         return row.num_supervised
     targets_1T = draft_targets(
         row.tokens_T[None], row.loss_mask_T[None], row.segments_T[None], step=0
     )
-    return len(row.segments_T[targets_1T[0] != IGNORE].unique())
+    return len(set(row.segments_T[targets_1T[0] != IGNORE].tolist()))

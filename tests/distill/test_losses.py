@@ -1,190 +1,165 @@
-"""The chunked losses against their whole-tensor twins."""
+"""Each fused loss against its twin, and what a block of several of them adds up to."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from distill.criterion import ChunkedCriterion, Workspace, loss_memory_gib, step_loss_ref
-from distill.losses import LOSSES, LossSettings
-from heads.base import StepLoss, TrainingBatch
+from distill.divergences import TeacherBlock, Whole
+from distill.losses import LOSSES, LossSettings, block_losses, smooth_l1
 from heads.errors import UserError
-from heads.vocab import VocabMap
 
-B, T, D, V = 2, 40, 8, 21
-VOCAB = VocabMap(torch.tensor([0, 1, 3, 4, 7, 8, 9, 12, 15, 19]), V)
+S, V = 9, 23
+TAUGHT = sorted(name for name in LOSSES if LOSSES[name].teacher)
+LOGITS = ["plain", "ties", "equal", "far", "extreme"]
 
 
-def batch(dtype: torch.dtype = torch.float64, mask: str = "some") -> TrainingBatch:
+def logits(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafter's logits, teacher's logits, targets."""
     make = torch.Generator().manual_seed(3)
-    segments = torch.ones(B, T, dtype=torch.long)
-    segments[0, 17:] = 2
-    segments[1, 33:] = 0
-    masks = {
-        "all": torch.ones(B, T, dtype=torch.bool),
-        "some": torch.rand(B, T, generator=make) < 0.6,
-        "none": torch.zeros(B, T, dtype=torch.bool),
-    }
-    return TrainingBatch(
-        tokens_BT=torch.randint(0, V, (B, T), generator=make),
-        loss_mask_BT=masks[mask],
-        segments_BT=segments,
-        positions_BT=torch.arange(T).expand(B, T),
-        hidden_BTD=torch.randn(B, T, D, generator=make, dtype=torch.float64).to(dtype),
+    drafter, teacher = (torch.randn(S, V, generator=make, dtype=torch.float64) for _ in range(2))
+    if kind == "ties":
+        drafter, teacher = drafter.round(), teacher.round()
+    elif kind == "equal":
+        teacher = drafter.clone()
+    elif kind == "far":  # probabilities that underflow in float32, not in float64
+        drafter, teacher = drafter * 60, teacher * 60
+    elif kind == "extreme":  # and in float64
+        drafter, teacher = drafter * 3000, teacher * 3000
+    targets = torch.randint(0, V, (S,), generator=make)
+    return drafter.to(dtype), teacher.to(dtype), targets
+
+
+def teacher_block(teacher: Tensor, temperature: float, top_k: int) -> TeacherBlock:
+    log_p = (teacher / temperature).log_softmax(-1)
+    p = (teacher / temperature).softmax(-1)
+    neg_entropy = torch.where(p > 0, p * log_p, 0).sum(-1)
+    return TeacherBlock(p, p.sum(-1), neg_entropy, teacher.topk(top_k).indices)
+
+
+def fused(
+    settings: LossSettings, drafter: Tensor, teacher: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses [S] and gradient of their sum [S, V]."""
+    taught = teacher_block(teacher, settings.temperature, settings.top_k)
+    buffers: dict[str, Tensor] = {}
+    values = drafter.clone()
+    losses = block_losses(
+        values,
+        targets,
+        drafter.argmax(-1),
+        taught if settings.has_teacher else None,
+        settings,
+        lambda name: buffers.setdefault(name, torch.full_like(drafter, float("nan"))),
     )
+    return losses, values
 
 
-def tensors(vocab: VocabMap | None, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Drafter states, an output matrix, the target's output matrix."""
-    make = torch.Generator().manual_seed(4)
-    rows = V if vocab is None else len(vocab)
-    shapes = (B, T, D), (rows, D), (V, D)
-    return tuple(torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes)
-
-
-def gradients(step: StepLoss, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(step.loss_sum * 0.37, inputs)
+def slow(
+    settings: LossSettings, drafter: Tensor, teacher: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    leaf = drafter.clone().requires_grad_()
+    whole = Whole(leaf, targets, teacher, settings.temperature, settings.top_k)
+    losses = torch.zeros(S, dtype=drafter.dtype)
+    for loss, weight in settings.vocabulary_terms:
+        losses = losses + weight * loss.ref(whole)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    return losses.detach(), gradient
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-@pytest.mark.parametrize("vocab", [None, VOCAB], ids=["whole", "draft"])
-@pytest.mark.parametrize("mask", ["all", "some", "none"])
-@pytest.mark.parametrize("chunk_size", [1, 7, 33, 512])
-def test_chunked_loss_equals_the_whole_one(
-    name: str, vocab: VocabMap | None, mask: str, chunk_size: int
-) -> None:
-    temperature = 1.7 if LOSSES[name].teacher else 1.0
-    settings = LossSettings(name, temperature, chunk_size)
-    hidden, weight, lm_head = tensors(vocab)
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    for step in (0, 3):
-        fast = ChunkedCriterion(batch(mask=mask), settings, lm_head, num_ranks=5)(
-            hidden, weight, step=step, vocab=vocab
-        )
-        slow = step_loss_ref(
-            batch(mask=mask), settings, lm_head, hidden, weight, step, vocab, num_ranks=5
-        )
-        torch.testing.assert_close(fast.loss_sum, slow.loss_sum)
-        assert torch.equal(fast.num_positions, slow.num_positions)
-        assert fast.rank_counts_K.tolist() == slow.rank_counts_K.tolist()
-        if mask != "none":
-            torch.testing.assert_close(
-                gradients(fast, hidden, weight), gradients(slow, hidden, weight)
-            )
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("kind", LOGITS[:4])
+def test_fused_loss_and_gradient_equal_the_twin(name: str, temperature: float, kind: str) -> None:
+    if not LOSSES[name].teacher and temperature != 1:
+        pytest.skip("no teacher to soften")
+    settings = LossSettings({name: 1.3}, temperature, top_k=4)
+    got, want = (how(settings, *logits(kind)) for how in (fused, slow))
+    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_gradients_pass_gradcheck(name: str) -> None:
-    hidden, weight, lm_head = tensors(VOCAB)
-    settings = LossSettings(name, 0.8 if LOSSES[name].teacher else 1.0, chunk_size=5)
-    whole = batch()
-    few = TrainingBatch(
-        tokens_BT=whole.tokens_BT[:1, 10:22],
-        loss_mask_BT=whole.loss_mask_BT[:1, 10:22],
-        segments_BT=whole.segments_BT[:1, 10:22],
-        positions_BT=whole.positions_BT[:1, 10:22],
-        hidden_BTD=whole.hidden_BTD[:1, 10:22],
-    )
-    criterion = ChunkedCriterion(few, settings, lm_head)
+def test_gradient_of_the_twin_is_that_of_finite_differences(name: str) -> None:
+    drafter, teacher, targets = logits("plain")
+    if name == "lk_hybrid":
+        pytest.skip("its mixing weight is held constant")
 
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        return criterion(hidden, weight, step=1, vocab=VOCAB).loss_sum
+    def loss(values: Tensor) -> Tensor:
+        return LOSSES[name].ref(Whole(values, targets, teacher, 1.0, 4))
 
-    hidden = hidden[:1, 10:22].clone().requires_grad_()
-    assert torch.autograd.gradcheck(loss, (hidden, weight.requires_grad_()))
+    assert torch.autograd.gradcheck(loss, (drafter.requires_grad_(),))
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_bf16_matmuls_keep_float32_statistics(name: str) -> None:
-    hidden, weight, lm_head = tensors(None, torch.bfloat16)
-    settings, step = LossSettings(name, chunk_size=16), 0
-    exact = step_loss_ref(
-        batch(torch.bfloat16), settings, lm_head.float(), hidden.float(), weight.float(), step
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", LOGITS)
+def test_loss_and_gradient_are_finite(name: str, dtype: torch.dtype, kind: str) -> None:
+    losses, gradient = fused(LossSettings({name: 1.0}, top_k=4), *logits(kind, dtype))
+    assert bool(torch.isfinite(losses).all()) and bool(torch.isfinite(gradient).all())
+    assert float(losses.min()) > -1e-3
+    torch.testing.assert_close(gradient.sum(-1), torch.zeros(S, dtype=dtype), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"ce", "nla"}))
+@pytest.mark.parametrize("kind", LOGITS[:4])
+def test_float32_losses_are_those_of_float64(name: str, kind: str) -> None:
+    settings = LossSettings({name: 1.0}, top_k=4)
+    drafter, teacher, targets = logits(kind, torch.float32)
+    got = fused(settings, drafter, teacher, targets)
+    want = slow(settings, drafter.double(), teacher.double(), targets)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.9])
+def test_several_losses_add_up(temperature: float) -> None:
+    terms = {name: 0.3 + number for number, name in enumerate(sorted(LOSSES))}
+    settings = LossSettings(terms, temperature, top_k=4)
+    got, want = (how(settings, *logits("plain")) for how in (fused, slow))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    without = LossSettings(terms | {"tv": 0.0}, temperature, top_k=4)
+    only = LossSettings({"tv": terms["tv"]}, temperature)
+    parts = [fused(part, *logits("plain")) for part in (without, only)]
+    for number in range(2):
+        torch.testing.assert_close(parts[0][number] + parts[1][number], got[number])
+
+
+@pytest.mark.parametrize("name", sorted(set(TAUGHT) - {"topk_ce"}))
+def test_drafter_that_agrees_with_its_teacher_has_no_loss(name: str) -> None:
+    losses, gradient = fused(LossSettings({name: 1.0}), *logits("equal"))
+    assert float(losses.abs().max()) < 1e-12 and float(gradient.abs().max()) < 1e-12
+
+
+def test_losses_of_acceptance_are_functions_of_the_overlap() -> None:
+    drafter, teacher, targets = logits("plain")
+    alpha = torch.minimum(drafter.softmax(-1), teacher.softmax(-1)).sum(-1)
+    values = {n: fused(LossSettings({n: 1.0}), drafter, teacher, targets)[0] for n in TAUGHT}
+    torch.testing.assert_close(values["tv"], 1 - alpha)
+    torch.testing.assert_close(values["nla"], -alpha.log())
+    mix = (-3 * alpha).exp()
+    torch.testing.assert_close(
+        values["lk_hybrid"], mix * values["forward_kl"] + (1 - mix) * (1 - alpha)
     )
-    hidden = hidden.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        fast = ChunkedCriterion(batch(torch.bfloat16), settings, lm_head)(hidden, weight, step=step)
-    assert fast.loss_sum.dtype == torch.float32
-    torch.testing.assert_close(fast.loss_sum, exact.loss_sum, rtol=3e-3, atol=0)
-    (gradient,) = torch.autograd.grad(fast.loss_sum, hidden)
-    assert gradient.dtype == torch.bfloat16 and bool(torch.isfinite(gradient).all())
 
 
-def test_trained_matrix_of_float32_gets_a_float32_gradient_under_autocast() -> None:
-    hidden, weight, lm_head = tensors(None, torch.float32)
-    weight = weight.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        fast = ChunkedCriterion(batch(torch.float32), LossSettings(), lm_head)(
-            hidden, weight, step=0
-        )
-    slow = step_loss_ref(batch(torch.float32), LossSettings(), lm_head, hidden, weight, 0)
-    (got,), (want,) = gradients(fast, weight), gradients(slow, weight)
-    assert got.dtype == torch.float32
-    assert float((got - want).norm() / want.norm()) < 0.02
-
-
-def test_loss_of_a_token_that_is_nearly_impossible_is_finite() -> None:
-    hidden, weight, lm_head = tensors(None)
-    one = batch(mask="all")
-    fast = ChunkedCriterion(one, LossSettings(), lm_head)(hidden * 300, weight, step=0)
-    slow = step_loss_ref(one, LossSettings(), lm_head, hidden * 300, weight, 0)
-    torch.testing.assert_close(fast.loss_sum, slow.loss_sum)
-    fast32 = ChunkedCriterion(one, LossSettings(), lm_head)(
-        hidden.float() * 300, weight.float(), step=0
-    )
-    torch.testing.assert_close(fast32.loss_sum.double(), slow.loss_sum, rtol=1e-5, atol=0)
-
-
-def test_teacher_that_agrees_with_the_drafter_leaves_no_loss() -> None:
-    one = batch(mask="all")
-    _, _, lm_head = tensors(None)
-    same = one.hidden_BTD.roll(-1, dims=1).requires_grad_()
-    loss = ChunkedCriterion(one, LossSettings("forward_kl"), lm_head)(same, lm_head, step=0)
-    assert float(loss.loss_sum.detach()) == pytest.approx(0, abs=1e-9)
-    (gradient,) = torch.autograd.grad(loss.loss_sum, same)
-    assert float(gradient.abs().max()) < 1e-9
-
-
-def test_equal_logits_are_ranked_by_lowest_id() -> None:
-    one = batch(mask="all")
-    hidden, weight, lm_head = tensors(None)
-    flat = ChunkedCriterion(one, LossSettings(), lm_head, num_ranks=3)(
-        hidden, torch.zeros_like(weight), step=0
-    )
-    targets = torch.cat([one.tokens_BT[0, 2:17], one.tokens_BT[0, 19:], one.tokens_BT[1, 2:33]])
-    assert flat.rank_counts_K.tolist() == [int((targets == rank).sum()) for rank in range(3)]
-
-
-def test_evaluation_without_gradients_gives_the_same_sums() -> None:
-    hidden, weight, lm_head = tensors(None)
-    space = Workspace()
-    criterion = ChunkedCriterion(batch(), LossSettings(), lm_head, workspace=space)
-    trained = criterion(hidden.clone().requires_grad_(), weight, step=0)
-    with torch.no_grad():
-        watched = criterion(hidden, weight, step=0)
-    assert torch.equal(trained.loss_sum.detach(), watched.loss_sum)
-    assert not watched.loss_sum.requires_grad
-
-
-def test_memory_estimate_grows_with_the_chunk_and_not_with_the_vocabulary_times_positions() -> None:
-    def memory(chunk: int, positions: int) -> float:
-        return loss_memory_gib(
-            LossSettings(chunk_size=chunk),
-            num_positions=positions,
-            hidden_size=576,
-            vocab_size=49_152,
-        )
-
-    assert memory(512, 8_192) < 0.1
-    assert memory(8_192, 8_192) > 0.7
-    assert memory(512, 8_192) - memory(512, 1_024) < 0.02
+def test_smooth_l1_is_averaged_over_the_hidden_dimension() -> None:
+    features, states = torch.tensor([[0.0, 0.0], [3.0, 0.5]]), torch.zeros(2, 2)
+    expected = torch.tensor([0.0, ((3 - 0.5) + 0.125) / 2])
+    torch.testing.assert_close(smooth_l1(features, states), expected)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "foward_kl"}, "did you mean 'forward_kl'"),
-        ({"name": "ce", "temperature": 2.0}, "no teacher"),
-        ({"name": "ce", "chunk_size": 0}, "at least 1 position"),
+        ({"terms": {"foward_kl": 1.0}}, "did you mean 'forward_kl'"),
+        ({"terms": {"smooth": 1.0}}, "did you mean 'smooth_l1'"),
+        ({"terms": {"ce": -1.0}}, r"loss.terms.ce is -1"),
+        ({"terms": {"ce": float("nan")}}, r"loss.terms.ce is nan"),
+        ({"terms": {"ce": 0.0, "tv": 0.0}}, "nothing to learn"),
+        ({"terms": {}}, "nothing to learn"),
+        ({"terms": {"ce": 1.0}, "temperature": 2.0}, "no teacher"),
+        ({"terms": {"smooth_l1": 1.0, "tv": 0.0}, "temperature": 2.0}, "no teacher"),
+        ({"chunk_size": 0}, "at least 1 position"),
+        ({"terms": {"topk_ce": 1.0}, "top_k": 0}, "at least 1 token"),
     ],
 )
 def test_bad_loss_settings_are_refused(settings: dict[str, object], message: str) -> None:

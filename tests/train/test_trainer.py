@@ -203,7 +203,7 @@ def test_occupied_output_is_refused(recipes: Recipes, capsys: pytest.CaptureFixt
         ("target.name=/nowhere", "could not be loaded as a causal LM"),
         ("data.path=/nowhere", "not a data set"),
         ("eval.max_new_tokens=512", "leaves room"),
-        ("drafter.draft_vocab_size=100000", "draft vocabulary"),
+        ("drafter.draft_vocab_size=100000", "of 100000 was asked for; expected 1 to 160"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
