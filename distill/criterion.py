@@ -54,6 +54,7 @@ class ChunkedCriterion:
     ) -> None:
         self.batch, self.settings, self.lm_head_VD = batch, settings, lm_head_VD
         self.num_ranks, self.workspace = num_ranks, workspace or Workspace()
+        self._cast: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(
         self,
@@ -71,8 +72,7 @@ class ChunkedCriterion:
         if self.settings.per_sequence:
             weights_P = conversation_weights(batch.segments_BT, targets_BT).flatten()
         with torch.autocast(hidden_BTD.device.type, enabled=False):
-            where_N = (targets_BT != IGNORE).flatten().nonzero()[:, 0]
-            regression = self._regression(features_BTD, where_N, weights_P, step)
+            regression = self._regression(features_BTD, targets_BT.flatten(), weights_P, step)
         draft_BT = targets_BT if vocab is None else vocab.to_draft(targets_BT)
         dtype = _matmul_dtype(hidden_BTD)
         with torch.autocast(hidden_BTD.device.type, enabled=False):
@@ -81,8 +81,7 @@ class ChunkedCriterion:
             )
         if regression is not None:
             loss_sum, plain_sum = loss_sum + regression[0], plain_sum + regression[1]
-        num_positions = torch.tensor(len(where_N), device=targets_BT.device)
-        return StepLoss(loss_sum, num_positions, counts_K, plain_sum)
+        return StepLoss(loss_sum, (targets_BT != IGNORE).sum(), counts_K, plain_sum)
 
     def _vocabulary(
         self,
@@ -100,6 +99,7 @@ class ChunkedCriterion:
         tracked = torch.is_grad_enabled()
         work = Work(
             settings=self.settings,
+            matrix_VD=self._matrix(weight_VD, step, dtype),
             targets_N=targets_P[where_N],
             weights_N=None if weights_P is None else weights_P[where_N],
             teacher=self._teacher(where_N, step, vocab, dtype),
@@ -113,6 +113,19 @@ class ChunkedCriterion:
         )
         return sums
 
+    def _matrix(self, weight_VD: Tensor, step: int, dtype: torch.dtype) -> Tensor:
+        """The output matrix in the dtype of the products.
+
+        A trained one does not change between the draft steps of a batch: it is cast for the first.
+        """
+        if weight_VD.dtype == dtype or not weight_VD.requires_grad:
+            return self.workspace.matmul_weight(weight_VD, dtype)
+        held, version = self._cast, weight_VD._version
+        if step == 0 or held is None or held[0] is not weight_VD or held[1] != version:
+            cast_VD = weight_VD.detach().to(dtype)
+            held = self._cast = (weight_VD, version, cast_VD)
+        return held[2]
+
     def _teacher(
         self, where_N: Tensor, step: int, vocab: VocabMap | None, dtype: torch.dtype
     ) -> Teacher | None:
@@ -124,7 +137,7 @@ class ChunkedCriterion:
         return Teacher.of(self.batch, self.settings, matrix_VD, where_N, step, self.workspace)
 
     def _regression(
-        self, features_BTD: Tensor | None, where_N: Tensor, weights_P: Tensor | None, step: int
+        self, features_BTD: Tensor | None, targets_P: Tensor, weights_P: Tensor | None, step: int
     ) -> tuple[Tensor, Tensor] | None:
         """Weighted and plain sum of the loss between features and the target's states."""
         weight = self.settings.feature_weight
@@ -135,7 +148,7 @@ class ChunkedCriterion:
                 "loss.terms asks for smooth_l1, but this drafter predicts no features of the "
                 "target; take it out of loss.terms or train a drafter that predicts them"
             )
-        wide = wide_dtype(features_BTD.dtype)
+        where_N, wide = (targets_P != IGNORE).nonzero()[:, 0], wide_dtype(features_BTD.dtype)
         features_ND = features_BTD.flatten(0, 1).index_select(0, where_N).to(wide)
         places_N = teacher_places(self.batch, where_N, step)
         states_ND = self.batch.hidden_BTD.detach().flatten(0, 1)[places_N].to(wide)

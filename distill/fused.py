@@ -24,9 +24,13 @@ from distill.workspace import Workspace, block_size, spans, wide_dtype
 
 @dataclass(frozen=True)
 class Work:
-    """What the fused loss needs beside what it differentiates."""
+    """What the fused loss needs beside what it differentiates.
+
+    `matrix_VD` is the output matrix in the dtype of the products.
+    """
 
     settings: LossSettings
+    matrix_VD: Tensor
     targets_N: Tensor
     weights_N: Tensor | None
     teacher: Teacher | None
@@ -50,14 +54,13 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, work: Work) -> tuple[Tensor, ...]:
         """Losses and gradients in one sweep; the gradients wait for the backward."""
-        space, size = work.workspace, len(hidden_ND)
-        matrix_VD = space.matmul_weight(weight_VD, hidden_ND.dtype)
+        space, size, matrix_VD = work.workspace, len(hidden_ND), work.matrix_VD
         wide = wide_dtype(hidden_ND.dtype)
         losses_N = torch.empty(size, dtype=wide, device=hidden_ND.device)
         ranks_N = torch.empty(size, dtype=torch.long, device=hidden_ND.device)
         hidden_grad = torch.zeros_like(hidden_ND) if work.hidden_grad else None
         weight_grad = None
-        for group in spans(0, size, _group_size(work, matrix_VD)):
+        for group in spans(0, size, _group_size(work)):
             shape = (group.stop - group.start, len(matrix_VD))
             grads_GV = space.take("logits", shape, hidden_ND, hidden_ND.dtype)
             for chunk in spans(group.start, group.stop, work.settings.chunk_size):
@@ -83,18 +86,18 @@ class FusedLoss(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         of_weight = None
         if weight_grad is not None:
-            of_weight = torch.mul(weight_grad, grads[0], out=torch.empty_like(ctx.weight))
+            of_weight = weight_grad.to(ctx.weight.dtype, copy=True).mul_(grads[0])
         elif ctx.weight is not None:
             of_weight = torch.zeros_like(ctx.weight)
         return None if hidden_grad is None else hidden_grad * grads[0], of_weight, None
 
 
-def _group_size(work: Work, matrix_VD: Tensor) -> int:
+def _group_size(work: Work) -> int:
     """Positions whose gradients are kept for one product into the matrix, in whole chunks."""
     chunk = work.settings.chunk_size
     if not (work.weight_grad and work.gradient):
         return chunk
-    a_row = len(matrix_VD) * matrix_VD.element_size()
+    a_row = len(work.matrix_VD) * work.matrix_VD.element_size()
     return max(1, int(work.workspace.gradient_mib * 2**20) // (a_row * chunk)) * chunk
 
 

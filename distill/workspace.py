@@ -67,8 +67,9 @@ class Workspace:
 
     def matmul_weight(self, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
         """The matrix in the dtype of the products; of a frozen one the cast is kept."""
-        if weight_VD.dtype == dtype or weight_VD.requires_grad:
-            return weight_VD.detach().to(dtype)
+        assert weight_VD.dtype == dtype or not weight_VD.requires_grad
+        if weight_VD.dtype == dtype:
+            return weight_VD.detach()
         held = self.casts.get(id(weight_VD))
         if held is None or held[1].dtype != dtype:
             held = self.casts[id(weight_VD)] = (weight_VD, weight_VD.to(dtype))

@@ -175,6 +175,30 @@ def test_trained_matrix_of_float32_gets_a_float32_gradient_under_autocast(
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
+def test_cast_of_a_trained_matrix_follows_its_changes() -> None:
+    hidden, weight, lm_head, _ = tensors(None, torch.float32)
+    other = (-weight).requires_grad_()
+    weight = weight.requires_grad_()
+    criterion = ChunkedCriterion(batch(torch.float32), LossSettings(), lm_head)
+
+    def check(matrix: Tensor, step: int) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = criterion(hidden, matrix, step=step).loss_sum
+        new = ChunkedCriterion(batch(torch.float32), LossSettings(), lm_head)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(got, new(hidden, matrix, step=step).loss_sum)
+
+    check(weight, 0)
+    check(weight, 1)
+    check(other, 2)
+    check(weight, 3)
+    with torch.no_grad():
+        weight.mul_(0.5)
+    check(weight, 4)
+    weight.data.mul_(3)  # as an engine may write, behind autograd's back
+    check(weight, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [None, VOCAB], ids=["whole", "draft"])
 @pytest.mark.parametrize("terms", [{"forward_kl": 1.0}, {"topk_ce": 1.0, "jsd": 0.5}])
