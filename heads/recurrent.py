@@ -42,6 +42,8 @@ from heads.tree import DynamicTree, TokenTree
 from heads.vocab import VocabMap
 
 CACHE_CAPACITY = 512
+MEASURED_STEPS = 6
+"""Draft steps that an evaluation measures at least: drafts may go deeper than training did."""
 
 
 class Step(NamedTuple):
@@ -125,12 +127,13 @@ class RecurrentDrafter(Drafter):
         return super().contract_fields() | {"rope": dict(self.config.rope or {})}
 
     def forward(self, batch: TrainingBatch, criterion: Criterion) -> list[StepLoss]:
-        """One StepLoss a draft step, each step fed with the one before it."""
+        """One StepLoss a draft step, each step fed with the one before it; more steps in eval mode."""
         plans = self.training_plans(batch)
         states_BTD = self.first_states(batch.hidden_BTD, batch.captured_BTAD)
         states_BTD = self.disturbed(states_BTD, batch)
         losses = []
-        for step in range(self.num_steps):
+        steps = self.num_steps if self.training else max(self.num_steps, MEASURED_STEPS)
+        for step in range(steps):
             done = self.unrolled_step(batch, states_BTD, step, plans)
             states_BTD = done.state
             loss = partial(

@@ -294,7 +294,7 @@ class Run:
             "kind": "eval",
             "step": self.step,
             "train_loss": None if sums is None else objective(sums, decay),
-            "val_loss": objective(found.sums_SX, decay),
+            "val_loss": objective(found.sums_SX[: None if sums is None else len(sums)], decay),
             "train_losses": None if sums is None else step_losses(sums),
             "val_losses": step_losses(found.sums_SX),
             "accuracies_HK": accuracies(found.sums_SX),
