@@ -51,8 +51,8 @@ class PackedRow:
 class RowStates:
     """The target's states at a row's tokens: `hidden_TD` after its final norm, `captured_TAD`.
 
-    `row` is what may be learned of it: conversations whose states hold NaN or infinity (`dropped`,
-    by id) are padding there, and their states zero.
+    `row` is what may be learned: without the conversations whose states hold NaN or infinity
+    (`dropped`, by id). The states are those of its tokens.
     """
 
     hidden_TD: Tensor
@@ -162,16 +162,32 @@ def _replaced(row: PackedRow, bad: set[int]) -> PackedRow:
 def _without(
     row: PackedRow, bad: set[int], hidden_TD: Tensor, captured_TAD: Tensor | None
 ) -> RowStates:
-    """The row and its states with some conversations turned into padding."""
-    out_T = torch.isin(row.segments_T, torch.tensor(sorted(bad), dtype=torch.long))
-    fields = {
-        name: getattr(row, name).masked_fill(out_T, 0)
-        for name in ("tokens_T", "loss_mask_T", "segments_T", "positions_T")
-    }
-    where = out_T[: len(hidden_TD), None].to(hidden_TD.device)
-    captured = None if captured_TAD is None else captured_TAD.masked_fill(where[..., None], 0)
+    """The row and its states without some conversations: the others close up, padding behind.
+
+    segments 1 1 2 2 2 3 0, conversation 2 is bad  ->  1 1 2 0 0 0 0
+    """
+    good = [segment for segment in _segments(row) if segment not in bad]
+    kept = torch.isin(row.segments_T, torch.tensor(good, dtype=torch.long)).nonzero()[:, 0]
+    numbers = torch.zeros(len(row.ids) + 1, dtype=torch.long)
+    numbers[good] = torch.arange(1, len(good) + 1)
+
+    def closed_up(values_T: Tensor) -> Tensor:
+        moved_T = torch.zeros_like(values_T)
+        moved_T[: len(kept)] = values_T[kept]
+        return moved_T
+
+    learned = PackedRow(
+        index=row.index,
+        tokens_T=closed_up(row.tokens_T),
+        loss_mask_T=closed_up(row.loss_mask_T),
+        segments_T=closed_up(numbers[row.segments_T]),
+        positions_T=closed_up(row.positions_T),
+        ids=tuple(row.ids[segment - 1] for segment in good),
+    )
     dropped = tuple(row.ids[segment - 1] for segment in sorted(bad))
-    return RowStates(hidden_TD.masked_fill(where, 0), captured, replace(row, **fields), dropped)
+    where = kept.to(hidden_TD.device)
+    captured_TAD = None if captured_TAD is None else captured_TAD[where]
+    return RowStates(hidden_TD[where], captured_TAD, learned, dropped)
 
 
 def _finite(hidden_TD: Tensor, captured_TAD: Tensor | None) -> bool:

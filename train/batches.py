@@ -147,7 +147,7 @@ def collate(
 ) -> TrainingBatch:
     """One micro-batch of rows and their states, padded with zeros, in `dtype` where one is given.
 
-    What was dropped of a row is padding, and is not named in `rows`.
+    What was dropped of a row is not in it.
     """
     rows = [state.row for state in states]
     length = len(rows[0].tokens_T)
@@ -160,7 +160,7 @@ def collate(
         positions_BT=torch.stack([row.positions_T for row in rows]).to(device),
         hidden_BTD=hidden.to(device, dtype),
         captured_BTAD=None if captured is None else captured.to(device, dtype),
-        rows=tuple(n for state in states for n in state.row.ids if n not in state.dropped),
+        rows=tuple(name for row in rows for name in row.ids),
     )
 
 

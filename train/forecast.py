@@ -64,12 +64,15 @@ def describe_memory(
     )
     kept = min(wanted, recipe.data.feature_cache_gib / engine.local_processes)
     weights = sum(p.numel() * p.element_size() for p in target.model.parameters()) / 2**30
+    rows = section.micro_batch * section.accumulation
+    step = features_gib(rows * recipe.data.sequence_length, target, features.needs)
     learned = ADAM_COPIES * 4 * drafter / 2**30
     enough = "all kept" if kept == wanted else f"of {wanted:.2f}, the rest anew each epoch"
     return [
         f"memory a process: target {weights:.2f} GiB, drafter of {drafter:,} parameters with "
-        f"optimizer {learned:.2f}, loss {loss:.2f}, features {kept:.2f} ({enough}): about "
-        f"{weights + learned + loss + kept + base_gib():.1f} GiB in all"
+        f"optimizer {learned:.2f}, loss {loss:.2f}, features {kept:.2f} ({enough}) and "
+        f"{step:.2f} for a step's rows: about "
+        f"{weights + learned + loss + kept + step + base_gib():.1f} GiB in all"
     ]
 
 

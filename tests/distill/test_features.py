@@ -93,19 +93,18 @@ def test_conversation_whose_states_are_nan_is_dropped_and_the_other_keeps_its_bi
     found = FeatureSource(tiny_target, NEEDS, 1.0).states(row())
     assert whole.dropped == () and found.dropped == (bad,)
     assert whole.captured_TAD is not None and found.captured_TAD is not None
-    for states, healthy in (
-        (found.hidden_TD, whole.hidden_TD),
-        (found.captured_TAD, whole.captured_TAD),
-    ):
-        expected = healthy.clone()
-        expected[place] = 0
-        assert torch.equal(states, expected)
     out = torch.zeros(20, dtype=torch.bool)
     out[place] = True
-    assert torch.equal(found.row.segments_T, row().segments_T.masked_fill(out, 0))
-    assert torch.equal(found.row.loss_mask_T, row().loss_mask_T & ~out)
-    assert found.row.num_supervised == row().num_supervised - (place.stop - place.start - 2)
-    assert found.row.num_tokens == 15 - (place.stop - place.start)
+    kept = ~out[:15]
+    assert torch.equal(found.hidden_TD, whole.hidden_TD[kept])
+    assert torch.equal(found.captured_TAD, whole.captured_TAD[kept])
+    length = int(kept.sum())
+    assert found.row.segments_T.tolist() == [1] * length + [0] * (20 - length)
+    for name in ("tokens_T", "loss_mask_T", "positions_T"):
+        assert torch.equal(getattr(found.row, name)[:length], getattr(row(), name)[:15][kept])
+        assert not getattr(found.row, name)[length:].any()
+    assert found.row.num_tokens == length and found.row.num_supervised == length - 2
+    assert found.row.ids == tuple(name for name in row().ids if name != bad)
 
 
 def test_row_of_nothing_but_nan_is_all_padding(
@@ -115,9 +114,9 @@ def test_row_of_nothing_but_nan_is_all_padding(
         poison(only_in(place))
     found = FeatureSource(tiny_target, NEEDS, 1.0).states(row())
     assert found.dropped == ("first", "second")
-    assert found.row.num_tokens == found.row.num_supervised == 0
-    assert not found.hidden_TD.any() and found.captured_TAD is not None
-    assert not found.captured_TAD.any()
+    assert found.row.num_tokens == found.row.num_supervised == 0 and found.row.ids == ()
+    assert found.hidden_TD.shape == (0, 32) and found.captured_TAD is not None
+    assert found.captured_TAD.shape == (0, 2, 32)
 
 
 def test_nothing_is_computed_for_a_drafter_that_needs_nothing(

@@ -83,7 +83,8 @@ def recipe_of(
     return path
 
 
-def test_dropped_conversation_leaves_the_loss_and_gradients_of_the_others() -> None:
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_dropped_conversation_leaves_the_loss_and_gradients_of_the_others(kind: str) -> None:
     healthy = TargetModel(tiny_model(), tiny_tokenizer(), "tiny")
     model = tiny_model()
     with torch.no_grad():
@@ -92,11 +93,12 @@ def test_dropped_conversation_leaves_the_loss_and_gradients_of_the_others() -> N
     rows = rows_with([3], 9)
     results = []
     for target, kept in ((sick, rows), (healthy, rows[:3] + rows[4:])):
-        cls = drafter_class("medusa")
-        drafter = cls.create(cls.Config(kind="medusa"), healthy.identity, healthy.shared)
+        cls = drafter_class(kind)
+        drafter = cls.create(cls.Config(kind=kind), healthy.identity, healthy.shared)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(5))
-        features = FeatureSource(target, Needs(final_hidden=True), 1.0)
+        needs = Needs(final_hidden=True, captured_layers=drafter.needs.captured_layers)
+        features = FeatureSource(target, needs, 1.0)
         states = [features.states(row) for row in pack(kept, 80, 0).rows]
         batch = collate(states, healthy.device)
         assert "c3" not in batch.rows and len(batch.rows) == 8
@@ -107,6 +109,7 @@ def test_dropped_conversation_leaves_the_loss_and_gradients_of_the_others() -> N
         assert supervised == int(steps[0].num_positions)
         results.append([loss.detach(), *(p.grad for p in drafter.parameters())])
     for a, b in zip(*results, strict=True):
+        assert a is not None and b is not None
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
