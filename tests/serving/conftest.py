@@ -1,8 +1,10 @@
-"""A small Medusa drafter, trained by the real command on the embedded target, and its exports."""
+"""Small drafters, trained by the real command on the embedded target, and their exports."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +34,97 @@ def rough_target() -> TargetModel:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Three heads, trained for about a minute on the target's own answers."""
-    folder = tmp_path_factory.mktemp("trained")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the data, which every training shares, and for what is trained."""
+    return tmp_path_factory.mktemp("trained")
+
+
+def trained(work: Path, kind: str, minutes: float, **changes: Any) -> Checkpoint:
+    """A drafter trained by the real command, on the target's own greedy answers.
+
+    The checks ask the same prompts, so that a minute of training brings enough accepted drafts.
+    """
     respond: dict[str, Any] = {
         "target": "demo",
-        "output": str(folder / "data"),
+        "output": str(work / "data"),
         "prompts": str(PROMPTS),
-        "max_new_tokens": 128,
+        "max_new_tokens": 64,
         "batch_size": 40,
-        "temperature": 0.7,
+        "temperature": 0.0,
     }
     recipe: dict[str, Any] = {
         "target": {"name": "demo"},
         "data": {
             "path": respond["output"],
-            "respond": str(folder / "respond.yaml"),
+            "respond": str(work / "respond.yaml"),
             "validation_share": 0.1,
             "sequence_length": 256,
         },
-        "drafter": {"num_heads": 3},
         "optimizer": {"lr": 2e-3, "micro_batch": 2},
-        "stop": {"max_epochs": 8, "max_minutes": 2},
+        "stop": {"max_epochs": 30, "max_minutes": minutes},
         "eval": {"eval_every": 1000, "prompts": 2, "max_new_tokens": 16, "tree_nodes": 4},
         "save": {"every": 1000},
-        "output": str(folder / "run"),
+        "output": str(work / kind),
+        **changes,
     }
-    (folder / "respond.yaml").write_text(yaml.safe_dump(respond))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    script = [str(ROOT / "train" / "medusa.py"), "--config", str(folder / "recipe.yaml")]
-    subprocess.run([sys.executable, *script], check=True, cwd=folder, env=os.environ)
-    return load_drafter(folder / "run" / "best")
+    (work / "respond.yaml").write_text(yaml.safe_dump(respond))
+    (work / f"{kind}.yaml").write_text(yaml.safe_dump(recipe))
+    script = [str(ROOT / "train" / f"{kind}.py"), "--config", str(work / f"{kind}.yaml")]
+    subprocess.run([sys.executable, *script], check=True, cwd=work, env=os.environ)
+    return load_drafter(work / kind / "best")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(work: Path) -> Checkpoint:
+    """Three heads, trained for about a minute."""
+    return trained(work, "medusa", 1.5, drafter={"num_heads": 3})
+
+
+@pytest.fixture(scope="session")
+def exported_by_form(
+    work: Path, target: TargetModel, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Folders of the drafters that feed on themselves, each made when it is first asked for.
+
+    `plain`: EAGLE-1. `fused`: EAGLE-3 over the whole vocabulary. `reduced`: the same one over the
+    800 tokens that the prompts and answers use most. The folders' names hold no method's.
+    """
+    settings = {"optimizer": {"lr": 1e-3, "micro_batch": 2}}
+    folder = tmp_path_factory.mktemp("vllm")
+
+    @cache
+    def drafter(kind: str) -> Checkpoint:
+        return trained(work, kind, 1.2, **settings)
+
+    @cache
+    def export(form: str) -> Path:
+        found = drafter("eagle" if form == "plain" else "eagle3")
+        if form == "reduced":
+            found = over_draft_vocabulary(found, target, frequent(target, 800))
+        return export_drafter(found, "vllm", folder / form, lambda: target, "float32")
+
+    return export
+
+
+def frequent(target: TargetModel, size: int) -> VocabMap:
+    """The tokens that the target's answers and the prompts use most."""
+    text = target.tokenizer(PROMPTS.read_text())["input_ids"]
+    counts_V = torch.bincount(torch.tensor(text), minlength=target.identity.vocab_size)
+    return VocabMap.from_counts(counts_V, size, target.end_tokens)
+
+
+def over_draft_vocabulary(
+    checkpoint: Checkpoint, target: TargetModel, vocab: VocabMap
+) -> Checkpoint:
+    """The same drafter with the rows of a draft vocabulary alone."""
+    whole: Any = checkpoint.drafter
+    cls = drafter_class(whole.kind)
+    config = whole.config.model_copy(update={"draft_vocab_size": len(vocab)})
+    drafter = cls.create(config, target.identity, target.shared, vocab)
+    tensors = dict(whole.state_dict())
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][vocab.target_ids_Vd]
+    drafter.load_state_dict(tensors | {"draft_ids": vocab.target_ids_Vd})
+    return Checkpoint(drafter, Contract(target=target.identity, **drafter.contract_fields()))
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +142,7 @@ def reduced(
     checkpoint: Checkpoint, target: TargetModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The same heads over a draft vocabulary of the 600 tokens that the prompts use most."""
-    text = target.tokenizer(PROMPTS.read_text())["input_ids"]
-    counts_V = torch.bincount(torch.tensor(text), minlength=target.identity.vocab_size)
-    vocab = VocabMap.from_counts(counts_V, 600, target.end_tokens)
+    vocab = frequent(target, 600)
     return export_drafter(
         rebuilt(checkpoint, target, vocab, draft_vocab_size=len(vocab)),
         "vllm",

@@ -1,0 +1,55 @@
+"""Drafters that feed on themselves in real vLLM beside ours. Run by `make test-serving`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distill.questions import load_questions
+from infer.acceptance import Question
+from infer.serving import CheckSettings, check, open_exported
+from infer.target import TargetModel
+from tests.serving.conftest import PROMPTS
+from tests.serving.test_vllm_parity import assert_same_figures, show
+
+pytestmark = pytest.mark.serving
+
+FORMS = ["plain", "fused", "reduced"]
+
+
+def questions(target: TargetModel, num: int) -> list[Question]:
+    """The first prompts of every category in turn."""
+    return load_questions(PROMPTS, target, per_category=1 + num // 8)[:num]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("depth", "num", "tokens"), [(1, 6, 24), (2, 6, 24), (3, 8, 32), (4, 6, 24), (5, 6, 24)]
+)
+def test_float32_acceptance_in_vllm_is_ours(
+    form: str,
+    depth: int,
+    num: int,
+    tokens: int,
+    exported_by_form: Callable[[str], Path],
+    target: TargetModel,
+) -> None:
+    opened = open_exported(exported_by_form(form))
+    settings = CheckSettings(num_speculative_tokens=depth, max_new_tokens=tokens)
+    result = check(opened, target, questions(target, num), settings)
+    assert_same_figures(result)
+    assert depth == 1 or sum(result.ours.accepted_per_position[1:]) > 0
+    if result.identical == num:
+        assert result.engines == result.ours
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_acceptance_in_vllm_is_ours(
+    form: str, exported_by_form: Callable[[str], Path], rough_target: TargetModel
+) -> None:
+    opened = open_exported(exported_by_form(form))
+    settings = CheckSettings(num_speculative_tokens=3, max_new_tokens=40)
+    result = check(opened, rough_target, questions(rough_target, 16), settings)
+    show(result)
+    assert result.ours.accepted > 0
+    assert result.passed, result.verdict
