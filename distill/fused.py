@@ -73,7 +73,8 @@ class FusedLoss(torch.autograd.Function):
                 part = grads_GV.T @ hidden_ND[group]
                 weight_grad = part if weight_grad is None else weight_grad.to(wide).add_(part)
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.weight = weight_VD if work.weight_grad else None
+        # Not the matrix itself: a sharded one has been taken apart again by the backward.
+        ctx.weight = (weight_VD.shape, weight_VD.dtype) if work.weight_grad else None
         plain = losses_N.sum()
         weighted = plain.clone() if work.weights_N is None else (losses_N * work.weights_N).sum()
         counts_K = torch.bincount(ranks_N, minlength=work.num_ranks + 1)[: work.num_ranks]
@@ -86,9 +87,9 @@ class FusedLoss(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         of_weight = None
         if weight_grad is not None:
-            of_weight = weight_grad.to(ctx.weight.dtype, copy=True).mul_(grads[0])
+            of_weight = weight_grad.to(ctx.weight[1], copy=True).mul_(grads[0])
         elif ctx.weight is not None:
-            of_weight = torch.zeros_like(ctx.weight)
+            of_weight = grads[0].new_zeros(ctx.weight[0], dtype=ctx.weight[1])
         return None if hidden_grad is None else hidden_grad * grads[0], of_weight, None
 
 
