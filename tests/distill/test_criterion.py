@@ -1,6 +1,5 @@
 """The criterion of a batch, in chunks, against its whole-tensor twin."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,50 +14,7 @@ from heads.align import IGNORE
 from heads.base import StepLoss, TrainingBatch
 from heads.errors import UserError
 from heads.vocab import VocabMap
-
-B, T, D, V = 2, 40, 8, 21
-VOCAB = VocabMap(torch.tensor([0, 1, 3, 4, 7, 8, 9, 12, 15, 19]), V)
-FIELDS = ("tokens_BT", "loss_mask_BT", "segments_BT", "positions_BT", "hidden_BTD")
-TERMS: list[dict[str, float]] = [
-    *({name: 1.0} for name in sorted(LOSSES)),
-    {"smooth_l1": 1.0},
-    {"smooth_l1": 1.0, "forward_kl": 0.1},
-    {"ce": 0.1, "tv": 0.9, "topk_ce": 0.5, "jsd": 0.2},
-]
-
-
-def batch(dtype: torch.dtype = torch.float64, mask: str = "some") -> TrainingBatch:
-    make = torch.Generator().manual_seed(3)
-    segments = torch.ones(B, T, dtype=torch.long)
-    segments[0, 17:] = 2
-    segments[1, 33:] = 0
-    masks = {
-        "all": torch.ones(B, T, dtype=torch.bool),
-        "some": torch.rand(B, T, generator=make) < 0.6,
-        "none": torch.zeros(B, T, dtype=torch.bool),
-    }
-    return TrainingBatch(
-        tokens_BT=torch.randint(0, V, (B, T), generator=make),
-        loss_mask_BT=masks[mask],
-        segments_BT=segments,
-        positions_BT=torch.arange(T).expand(B, T),
-        hidden_BTD=torch.randn(B, T, D, generator=make, dtype=torch.float64).to(dtype),
-    )
-
-
-def tensors(vocab: VocabMap | None, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Drafter states, an output matrix, the target's output matrix, features."""
-    make = torch.Generator().manual_seed(4)
-    rows = V if vocab is None else len(vocab)
-    shapes = (B, T, D), (rows, D), (V, D), (B, T, D)
-    return tuple(torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes)
-
-
-def gradients(step: StepLoss, *inputs: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.autograd.grad(step.loss_sum * 0.37, inputs, allow_unused=True)
-    return tuple(
-        torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)
-    )
+from tests.distill.random_batch import FIELDS, TERMS, VOCAB, V, batch, gradients, tensors
 
 
 def assert_equal(
@@ -215,53 +171,6 @@ def test_cast_of_a_trained_matrix_follows_its_changes() -> None:
     check(weight, 4)
     weight.data.mul_(3)  # as an engine may write, behind autograd's back
     check(weight, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [None, VOCAB], ids=["whole", "draft"])
-@pytest.mark.parametrize("terms", [{"forward_kl": 1.0}, {"topk_ce": 1.0, "jsd": 0.5}])
-def test_kept_teacher_gives_what_a_recomputed_one_gives(
-    dtype: torch.dtype, vocab: VocabMap | None, terms: dict[str, float]
-) -> None:
-    settings = LossSettings(terms, 1.3, chunk_size=7, top_k=4)
-    hidden, weight, lm_head, _ = tensors(vocab, dtype)
-    hidden = hidden.requires_grad_()
-    one, kept, anew = batch(dtype), Workspace(), Workspace(teacher_cache_mib=0.0)
-    for step in range(6):
-        pair = [
-            ChunkedCriterion(one, settings, lm_head, workspace=space)(
-                hidden, weight, step=step, vocab=vocab
-            )
-            for space in (kept, anew)
-        ]
-        torch.testing.assert_close(pair[0].loss_sum, pair[1].loss_sum)
-        torch.testing.assert_close(gradients(pair[0], hidden), gradients(pair[1], hidden))
-        assert kept.taught.step == 0 and anew.taught is None
-
-
-def test_kept_teacher_is_never_that_of_another_batch_matrix_or_temperature() -> None:
-    hidden, weight, lm_head, _ = tensors(None)
-    space = Workspace()
-
-    def check(one: TrainingBatch, matrix: Tensor, step: int, temperature: float = 1.0) -> None:
-        settings = LossSettings({"forward_kl": 1.0}, temperature)
-        fast = ChunkedCriterion(one, settings, matrix, workspace=space)(hidden, weight, step=step)
-        slow = step_loss_ref(one, settings, matrix, hidden, weight, step)
-        torch.testing.assert_close(fast.loss_sum, slow.loss_sum)
-
-    first = batch()
-    second = replace(first, hidden_BTD=first.hidden_BTD.flip(0))
-    check(first, lm_head, 1)
-    check(second, lm_head, 1)
-    check(first, lm_head, 1)
-    check(first, lm_head, 0)
-    check(first, -lm_head, 0)
-    check(first, lm_head, 0, temperature=2.0)
-    first.hidden_BTD.mul_(2)
-    check(first, lm_head, 0, temperature=2.0)
-    for seed in range(5):  # batches that come and go may lie at one address
-        noise = torch.randn(B, T, D, generator=torch.Generator().manual_seed(seed)).double()
-        check(replace(first, hidden_BTD=noise), lm_head, 0)
 
 
 def test_conversations_count_alike_whatever_their_length() -> None:
