@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment
 from rich.box import SIMPLE_HEAD
@@ -137,7 +137,8 @@ def render(reports: Sequence[AcceptanceReport]) -> RenderableType:
         blocks.append(Text(f"\n{section['title']}", style="bold"))
         table = Table(box=SIMPLE_HEAD)
         for index, head in enumerate(section["head"]):
-            table.add_column(Text(head), justify="left" if index == 0 else "right", no_wrap=True)
+            justify: Literal["left", "right"] = "left" if index == 0 else "right"
+            table.add_column(Text(head), justify=justify, no_wrap=head != "drafts")
         for row in section["rows"]:
             table.add_row(*(Text(cell) for cell in row))
         blocks.append(table)

@@ -67,28 +67,28 @@ def draft_shape(
 
     Without a choice: `auto` when the drafter's accuracies are known, else a chain.
     """
-    depth = checkpoint.drafter.max_depth
+    drafter, depth = checkpoint.drafter, checkpoint.drafter.max_depth
     accuracies = checkpoint.calibration.get("accuracies_HK")
     if choice.chain is not None:
         limit = MAX_CHAIN if depth is None else depth
         if choice.chain > limit:
             raise UserError(
                 f"a chain of {choice.chain} drafts was asked for; a drafter of kind "
-                f"{checkpoint.drafter.kind!r} drafts at most {limit} here"
+                f"{drafter.kind!r} drafts at most {limit} here"
             )
         return chain(choice.chain), ""
     if choice.dynamic_sizes:
-        return dynamic_tree(choice.dynamic_sizes, checkpoint.drafter), ""
+        return dynamic_tree(choice.dynamic_sizes, drafter), ""
     tree = choice.tree or ("auto" if accuracies is not None else None)
     if tree is None:
         return chain(DEFAULT_CHAIN if depth is None else depth), ""
     if tree != "auto" and not tree.isdigit():
         return load_tree(Path(tree)), ""
     if accuracies is None:
+        others = f", --tree FILE or --tree {DYNAMIC}:N" if drafter.can_grow else " or --tree FILE"
         raise UserError(
-            f"a tree of {tree} was asked for, but this drafter of kind "
-            f"{checkpoint.drafter.kind!r} has no measured accuracies to grow it from; "
-            "give --chain K or --tree FILE"
+            f"a tree of {tree} was asked for, but this drafter of kind {drafter.kind!r} has no "
+            f"measured accuracies to grow it from; give --chain K{others}"
         )
     if tree == "auto":
         return choose_tree(checkpoint, target)

@@ -37,6 +37,15 @@ def test_only_a_drafter_that_can_shape_a_tree_is_asked_to(tiny_target: TargetMod
         asked("dynamic:60", tiny_target, Scripted)
 
 
+def test_a_static_tree_without_accuracies_says_what_there_is_instead(
+    tiny_target: TargetModel,
+) -> None:
+    with pytest.raises(UserError, match="give --chain K, --tree FILE or --tree dynamic:N"):
+        asked("8", tiny_target)
+    with pytest.raises(UserError, match=r"give --chain K or --tree FILE$"):
+        asked("8", tiny_target, Scripted)
+
+
 @pytest.mark.parametrize("tree", ["dynamic", "dynamic:", "dynamic:1:2:3:4", "dynamic:-1"])
 def test_sizes_that_are_none_are_refused(tree: str) -> None:
     with pytest.raises(UserError, match=f"--tree {tree} given; expected dynamic:N"):

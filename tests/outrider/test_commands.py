@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads.base import Checkpoint, Contract, drafter_class, save_drafter
+from heads.base import Checkpoint, Contract, drafter_class, drafter_kinds, save_drafter
 from infer.target import TargetModel
 from outrider.main import main
 
@@ -75,6 +75,26 @@ def test_bench_writes_its_record(
     assert status == 0 and "three" in printed
     record = json.loads(out.read_text())
     assert record["settings"]["tree_nodes"] == 8
+    assert record["lossless"]["identical"] == 2
+
+
+def test_bench_drafts_a_dynamic_tree(
+    outrider: Command, tiny_target_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    target = TargetModel.load(str(tiny_target_folder), dtype="float32")
+    cls = next(cls for cls in map(drafter_class, drafter_kinds()) if cls.can_grow)
+    drafter = cls.create(cls.Config(kind=cls.kind), target.identity, target.shared)
+    contract = Contract(target=target.identity, **drafter.contract_fields())
+    save_drafter(Checkpoint(drafter, contract), tmp_path / "d")
+    options = ["--prompts", prompts, "--max-new-tokens", 12, "--dtype", "float32"]
+    out = tmp_path / "bench.json"
+    status, printed, error = outrider(
+        "bench", tmp_path / "d", *options, "--tree", "dynamic:8:3:4", "--json", out
+    )
+    assert status == 0, error
+    assert "dynamic tree of 8" in printed
+    record = json.loads(out.read_text())
+    assert record["settings"]["dynamic"] == {"num_drafts": 8, "depth": 3, "top_k": 4}
     assert record["lossless"]["identical"] == 2
 
 
