@@ -127,7 +127,7 @@ class RecurrentDrafter(Drafter):
         return super().contract_fields() | {"rope": dict(self.config.rope or {})}
 
     def forward(self, batch: TrainingBatch, criterion: Criterion) -> list[StepLoss]:
-        """One StepLoss a draft step, each step fed with the one before it; more steps in eval mode."""
+        """One StepLoss a draft step, fed with the one before it; more steps in eval mode."""
         plans = self.training_plans(batch)
         states_BTD = self.first_states(batch.hidden_BTD, batch.captured_BTAD)
         states_BTD = self.disturbed(states_BTD, batch)

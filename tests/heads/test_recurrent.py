@@ -8,7 +8,13 @@ from torch import Tensor
 
 from heads.base import DraftBudget, DraftState, TrainingBatch, drafter_class, drafter_kinds
 from heads.cache import TreeCache
-from heads.decoder import decoder_fields, spans_of, unrolled_visibility
+from heads.decoder import (
+    decoder_fields,
+    spans_of,
+    unrolled_attention,
+    unrolled_attention_masked,
+    unrolled_visibility,
+)
 from heads.errors import UserError
 from heads.recurrent import RecurrentDrafter, Step
 from heads.tree import DynamicTree, TokenTree, TreeShape, chain
@@ -288,6 +294,22 @@ def test_visibility_of_a_step_is_the_prefix_and_its_own_earlier_steps() -> None:
     assert seen is not None
     assert seen[2].tolist() == [True, True, True, False, False, True, False, False, True]
     assert seen[0].tolist() == [True, False, False, True, False, False, True, False, False]
+
+
+def test_attention_of_short_and_of_long_conversations_is_the_same() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(6, 7, 8, dtype=torch.float64, requires_grad=True)
+    for steps in (1, 2, 4):
+        keys, values = (
+            [torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(steps)]
+            for _ in range(2)
+        )
+        found = []
+        for attend in (unrolled_attention, unrolled_attention_masked):
+            out = attend(query, keys, values, 0.3)
+            found.append((out, *torch.autograd.grad(out.square().sum(), [query, *keys, *values])))
+        for short, long in zip(*found, strict=True):
+            torch.testing.assert_close(short, long)
 
 
 def test_a_cast_does_not_round_the_rotary_frequencies(tiny_target: TargetModel) -> None:
