@@ -61,7 +61,7 @@ def trained(work: Path, kind: str, minutes: float, **changes: Any) -> Checkpoint
             "sequence_length": 256,
         },
         "optimizer": {"lr": 2e-3, "micro_batch": 2},
-        "stop": {"max_epochs": 30, "max_minutes": minutes},
+        "stop": {"max_epochs": 16, "max_minutes": minutes},
         "eval": {"eval_every": 1000, "prompts": 2, "max_new_tokens": 16, "tree_nodes": 4},
         "save": {"every": 1000},
         "output": str(work / kind),
@@ -86,44 +86,37 @@ def exported_by_form(
 ) -> Callable[[str], Path]:
     """Folders of the drafters that feed on themselves, each made when it is first asked for.
 
-    `plain`: EAGLE-1. `fused`: EAGLE-3 over the whole vocabulary. `reduced`: the same one over the
-    800 tokens that the prompts and answers use most. The folders' names hold no method's.
+    `plain`: EAGLE-1. `reduced`: EAGLE-3 over a draft vocabulary. `fused`: the same one over the
+    whole vocabulary. The folders' names hold no method's.
     """
-    settings = {"optimizer": {"lr": 1e-3, "micro_batch": 2}}
     folder = tmp_path_factory.mktemp("vllm")
+    drafters = {"plain": ("eagle", {}), "reduced": ("eagle3", {"draft_vocab_size": 1000})}
+    optimizer = {"lr": 1e-3, "micro_batch": 2}
 
     @cache
-    def drafter(kind: str) -> Checkpoint:
-        return trained(work, kind, 1.2, **settings)
+    def drafter(form: str) -> Checkpoint:
+        kind, fields = drafters[form]
+        return trained(work, kind, 2.5, drafter=fields, optimizer=optimizer)
 
     @cache
     def export(form: str) -> Path:
-        found = drafter("eagle" if form == "plain" else "eagle3")
-        if form == "reduced":
-            found = over_draft_vocabulary(found, target, frequent(target, 800))
+        found = over_whole_vocabulary(drafter("reduced"), target) if form == "fused" else None
+        found = found or drafter(form)
         return export_drafter(found, "vllm", folder / form, lambda: target, "float32")
 
     return export
 
 
-def frequent(target: TargetModel, size: int) -> VocabMap:
-    """The tokens that the target's answers and the prompts use most."""
-    text = target.tokenizer(PROMPTS.read_text())["input_ids"]
-    counts_V = torch.bincount(torch.tensor(text), minlength=target.identity.vocab_size)
-    return VocabMap.from_counts(counts_V, size, target.end_tokens)
-
-
-def over_draft_vocabulary(
-    checkpoint: Checkpoint, target: TargetModel, vocab: VocabMap
-) -> Checkpoint:
-    """The same drafter with the rows of a draft vocabulary alone."""
-    whole: Any = checkpoint.drafter
-    cls = drafter_class(whole.kind)
-    config = whole.config.model_copy(update={"draft_vocab_size": len(vocab)})
-    drafter = cls.create(config, target.identity, target.shared, vocab)
-    tensors = dict(whole.state_dict())
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][vocab.target_ids_Vd]
-    drafter.load_state_dict(tensors | {"draft_ids": vocab.target_ids_Vd})
+def over_whole_vocabulary(checkpoint: Checkpoint, target: TargetModel) -> Checkpoint:
+    """The same drafter with the target's own rows for the tokens outside its draft vocabulary."""
+    reduced: Any = checkpoint.drafter
+    cls = drafter_class(reduced.kind)
+    config = reduced.config.model_copy(update={"draft_vocab_size": None})
+    drafter = cls.create(config, target.identity, target.shared)
+    tensors = dict(reduced.state_dict())
+    matrix_VD = target.shared.lm_head_VD.clone()
+    matrix_VD[tensors.pop("draft_ids")] = tensors["lm_head.weight"]
+    drafter.load_state_dict(tensors | {"lm_head.weight": matrix_VD})
     return Checkpoint(drafter, Contract(target=target.identity, **drafter.contract_fields()))
 
 
@@ -142,7 +135,9 @@ def reduced(
     checkpoint: Checkpoint, target: TargetModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The same heads over a draft vocabulary of the 600 tokens that the prompts use most."""
-    vocab = frequent(target, 600)
+    text = target.tokenizer(PROMPTS.read_text())["input_ids"]
+    counts_V = torch.bincount(torch.tensor(text), minlength=target.identity.vocab_size)
+    vocab = VocabMap.from_counts(counts_V, 600, target.end_tokens)
     return export_drafter(
         rebuilt(checkpoint, target, vocab, draft_vocab_size=len(vocab)),
         "vllm",
