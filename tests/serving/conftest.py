@@ -90,7 +90,10 @@ def exported_by_form(
     whole vocabulary. The folders' names hold no method's.
     """
     folder = tmp_path_factory.mktemp("vllm")
-    drafters = {"plain": ("eagle", {}), "reduced": ("eagle3", {"draft_vocab_size": 1000})}
+    drafters = {
+        "plain": ("eagle", {"num_steps": 2}),
+        "reduced": ("eagle3", {"draft_vocab_size": 1000}),
+    }
     optimizer = {"lr": 1e-3, "micro_batch": 2}
 
     @cache

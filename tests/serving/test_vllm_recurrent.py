@@ -46,8 +46,8 @@ def test_bfloat16_acceptance_in_vllm_is_ours(
     form: str, exported_by_form: Callable[[str], Path], rough_target: TargetModel
 ) -> None:
     opened = open_exported(exported_by_form(form))
-    settings = CheckSettings(num_speculative_tokens=3, max_new_tokens=40)
-    result = check(opened, rough_target, questions(rough_target, 16), settings)
+    settings = CheckSettings(num_speculative_tokens=3, max_new_tokens=32)
+    result = check(opened, rough_target, questions(rough_target, 12), settings)
     show(result)
     assert result.ours.accepted > 0
     assert result.passed, result.verdict
