@@ -183,6 +183,9 @@ class DrafterConfig(Strict):
     `draft_vocab_size`: logits over that many frequent tokens only; None is the whole vocabulary.
     """
 
+    training_only: ClassVar[frozenset[str]] = frozenset()
+    """Fields that only training reads: a drafter may be trained on with others."""
+
     kind: str
     draft_vocab_size: int | None = Field(default=None, ge=1)
 

@@ -34,6 +34,8 @@ class EagleConfig(DecoderConfig):
     scaled by 512 / conversation length.
     """
 
+    training_only = frozenset({"num_steps", "feature_noise"})
+
     kind: Literal["eagle"] = "eagle"
     num_layers: int = Field(default=1, ge=1, le=8)
     num_steps: int = Field(default=1, ge=1, le=16)

@@ -36,6 +36,8 @@ class Eagle3Config(DecoderConfig):
     the normed output. `embedding`: the target's (frozen) or one of its own.
     """
 
+    training_only = frozenset({"num_steps"})
+
     kind: Literal["eagle3"] = "eagle3"
     aux_hidden_state_layer_ids: tuple[int, ...] | None = None
     target_hidden_size: int | None = Field(default=None, ge=1)

@@ -17,6 +17,7 @@ from infer.acceptance import Question
 from infer.target import TargetModel
 from train.batches import Packing, pack, shuffled
 from train.recipe import CONFIGS, EvalSection, Recipe
+from train.warm import WarmStart
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,13 @@ def write_responses(recipe: Recipe) -> None:
     respond(load_recipe(RespondConfig, path, [f"{key}={value}" for key, value in same.items()]))
 
 
-def load_corpus(recipe: Recipe, target: TargetModel, draft_vocab_size: int | None) -> Corpus:
-    """Everything that does not change from step to step."""
+def load_corpus(
+    recipe: Recipe,
+    target: TargetModel,
+    draft_vocab_size: int | None,
+    start: WarmStart | None = None,
+) -> Corpus:
+    """Everything that does not change from step to step; a warm start brings its vocabulary."""
     rows, notes = joined_rows(recipe.data.path, target)
     train, validation = split(rows, recipe.data.validation_share, recipe.seed)
     if not train or not validation:
@@ -77,11 +83,16 @@ def load_corpus(recipe: Recipe, target: TargetModel, draft_vocab_size: int | Non
                 "raise data.sequence_length or look at the data with outrider audit"
             )
     questions = load_prompts_to_measure(recipe.eval, validation, target, recipe.seed)
-    vocab = None
+    asked = questions if isinstance(recipe.eval.prompts, Path) else []
+    vocab = None if start is None else start.vocab
     if draft_vocab_size is not None:
-        asked = questions if isinstance(recipe.eval.prompts, Path) else []
-        vocab, words = draft_vocabulary(train, validation, asked, target, draft_vocab_size)
+        vocab, words = draft_vocabulary(train, target, draft_vocab_size)
         notes += words
+    if start is not None:
+        start.refuse_other_vocabulary(vocab)
+        notes += start.notes
+    if vocab is not None:
+        notes += coverage_notes(vocab, train, validation, asked)
     return Corpus(packed, held_out, questions, vocab, notes)
 
 
@@ -132,18 +143,13 @@ def check_store(store: Store, target: TargetModel) -> list[str]:
 
 
 def draft_vocabulary(
-    train: Sequence[Row],
-    validation: Sequence[Row],
-    asked: Sequence[Question],
-    target: TargetModel,
-    size: int,
+    train: Sequence[Row], target: TargetModel, size: int
 ) -> tuple[VocabMap, list[str]]:
     """The most frequent supervised tokens of the training rows, special tokens among them.
 
     Where fewer occur than are asked for, the tokenizer's lowest ids fill it up: a BPE numbers its
     tokens in the order of its merges, the most frequent pairs of its own training text first.
-    The notes tell how much is covered of the training rows, of the held-out ones, and of the
-    prompts `asked`, where those are of a file.
+    A note says so.
     """
     vocab_size = target.identity.vocab_size
     counts = supervised_counts(train, vocab_size)
@@ -157,21 +163,33 @@ def draft_vocabulary(
             f"responses; filled up to {size:,} with the most frequent ids of the tokenizer (its "
             "lowest: a BPE numbers its tokens in the order of its merges)"
         )
-    inside = torch.zeros(vocab_size, dtype=torch.bool)
+    return vocab, notes
+
+
+def coverage_notes(
+    vocab: VocabMap, train: Sequence[Row], validation: Sequence[Row], asked: Sequence[Question]
+) -> list[str]:
+    """How much is covered of the training rows, of the held-out ones by category, and of prompts.
+
+    `asked`: the prompts to measure where those are of a file. What is not covered can never be
+    drafted: a ceiling on acceptance.
+    """
+    size, counts = len(vocab), supervised_counts(train, vocab.vocab_size)
+    inside = torch.zeros(vocab.vocab_size, dtype=torch.bool)
     inside[vocab.target_ids_Vd] = True
     held_out = _by_category([(row.category, supervised(row)) for row in validation], inside)
     trained = _share(int(counts[inside].sum()), int(counts.sum()))
-    notes.append(
+    notes = [
         f"draft vocabulary of {size:,} covers {trained} of the training tokens, {held_out} of the "
         "held-out ones"
-    )
+    ]
     if asked:
         prompts = _by_category([(q.category, torch.tensor(q.token_ids)) for q in asked], inside)
         notes.append(
             f"draft vocabulary of {size:,} covers {prompts} of the tokens of {len(asked)} prompts "
             "to measure"
         )
-    return vocab, notes
+    return notes
 
 
 def _by_category(texts: Sequence[tuple[str, Tensor]], inside_V: Tensor) -> str:

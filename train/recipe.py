@@ -143,11 +143,15 @@ class SaveSection(Strict):
 
 
 class Recipe(Strict):
-    """A training run. `drafter` holds the fields of the kind's own config."""
+    """A training run. `drafter` holds the fields of the kind's own config.
+
+    `start`: a drafter to go on from, a folder (ours, exported or public) or a model hub id.
+    """
 
     target: TargetSection = TargetSection()
     data: DataSection
     drafter: dict[str, Any] = Field(default_factory=dict)
+    start: str | None = None
     loss: LossSection = LossSection()
     optimizer: OptimizerSection = OptimizerSection()
     stop: StopSection

@@ -44,6 +44,7 @@ from train.snapshots import (
     write_summary,
 )
 from train.stepping import Stepper, StepReport
+from train.warm import warm_start
 
 UNWRITABLE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -90,10 +91,14 @@ def _train(kind: str, recipe: Recipe, state: PartialState, snapshot: Path | None
             write_responses(recipe)
         state.wait_for_everyone()
     target = load_target(recipe, str(state.device))
-    config = recipe.drafter_config(kind)
-    corpus = load_corpus(recipe, target, config.draft_vocab_size)
+    config, start = recipe.drafter_config(kind), warm_start(recipe, kind, target)
+    corpus = load_corpus(recipe, target, config.draft_vocab_size, start)
     torch.manual_seed(derive(recipe.seed))
-    drafter = drafter_class(kind).create(config, target.identity, target.shared, corpus.vocab)
+    drafter = (
+        start.drafter
+        if start
+        else drafter_class(kind).create(config, target.identity, target.shared, corpus.vocab)
+    )
     run = Run.prepare(recipe, target, corpus, drafter)
     try:
         run.start(snapshot)
