@@ -22,7 +22,7 @@ from infer.verify import TargetView, rule_by_name
 DEFAULT_CHAIN = 10
 MAX_CHAIN = 512
 DYNAMIC = "dynamic"
-AUTO_SIZES = (4, 8, 12, 16, 24, 32, 48)
+AUTO_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,20 @@ def dynamic_tree(sizes: Sequence[int], drafter: Drafter) -> DynamicTree:
 
 def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape, str]:
     """The static tree with the best expected tokens per second here, from measured times."""
+    accuracies = checkpoint.calibration["accuracies_HK"]
     times = measure_round_times(target, AUTO_SIZES, repeats=15)
-    draft_s = measure_draft_time(target, checkpoint.drafter)
+    first_s, last_s = (
+        measure_draft_time(target, checkpoint.drafter, depth) for depth in (1, len(accuracies))
+    )
+    level_s = (last_s - first_s) / max(1, len(accuracies) - 1)
 
     def round_time_s(num_nodes: int) -> float:
         nearest = min(times, key=lambda nodes: abs(nodes - num_nodes))
-        return times[nearest] + (draft_s if num_nodes > 1 else 0.0)
+        if num_nodes == 1:
+            return times[nearest]
+        depth = grow_static_tree(accuracies, num_nodes - 1).depth
+        return times[nearest] + first_s + level_s * (depth - 1)
 
-    accuracies = checkpoint.calibration["accuracies_HK"]
     _, table = best_static_tree(accuracies, round_time_s, AUTO_SIZES)
     plain, *trees = table["rows"]
     best = max(trees, key=lambda row: row["tokens_per_second"])
@@ -127,9 +133,10 @@ def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape,
     return grow_static_tree(accuracies, best["num_drafts"]), note
 
 
-def measure_draft_time(target: TargetModel, drafter: Drafter, new_tokens: int = 24) -> float:
-    """Mean seconds of one proposal of the drafter's greatest depth, in the real loop."""
-    depth = DEFAULT_CHAIN if drafter.max_depth is None else drafter.max_depth
+def measure_draft_time(
+    target: TargetModel, drafter: Drafter, depth: int, new_tokens: int = 24
+) -> float:
+    """Mean seconds of one proposal of a chain of `depth`, in the real loop."""
     settings = GenerationSettings(max_new_tokens=new_tokens, shape=chain(depth))
     result = speculative_generate(target, drafter, [0] * 16, settings)
     return result.seconds["draft"] / max(result.rounds, 1)
