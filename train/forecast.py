@@ -1,5 +1,8 @@
 """What a run is going to do and to need, said before it starts."""
 
+import resource
+import sys
+
 import torch
 
 from distill.features import FeatureSource, features_gib
@@ -79,3 +82,12 @@ def describe_memory(
 def base_gib() -> float:
     """What the libraries themselves hold, roughly."""
     return 0.5 if not torch.cuda.is_available() else 1.5
+
+
+def peak_memory_gib() -> float:
+    """The most this process has held so far: of the accelerator where it computes there."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

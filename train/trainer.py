@@ -21,7 +21,7 @@ from train.batches import RowStream, derive
 from train.corpus import Corpus, load_corpus, needs_responses, write_responses
 from train.engine import Engine, start_processes
 from train.evaluation import Evaluator
-from train.forecast import cache_shares, describe_data, describe_memory
+from train.forecast import cache_shares, describe_data, describe_memory, peak_memory_gib
 from train.ledger import Ledger
 from train.logbook import (
     Logbook,
@@ -221,7 +221,8 @@ class Run:
             self.evaluate()
         self.logbook.say(
             f"done: {self.step} steps in {self.elapsed_s / 60:.1f} min, best tau "
-            f"{self.best_tau:.2f} at step {self.best_step} in {self.recipe.output / 'best'}"
+            f"{self.best_tau:.2f} at step {self.best_step} in {self.recipe.output / 'best'}; "
+            f"peak memory {peak_memory_gib():.1f} GiB"
         )
         if self.ledger.names:
             self.logbook.say(
@@ -237,6 +238,7 @@ class Run:
                     "tau": self.tau,
                     "best_tau": self.best_tau,
                     "best_step": self.best_step,
+                    "peak_memory_gib": peak_memory_gib(),
                     "dropped": sorted(self.ledger.names),
                 },
             )
