@@ -244,8 +244,13 @@ class Drafter(nn.Module, ABC):
         """A tree whose root is `state.tokens[-1]`."""
 
     def propose_batch(self, states: Sequence[DraftState], budget: DraftBudget) -> list[TokenTree]:
-        """A tree for each of several requests: the same trees as one by one."""
+        """A tree for each of several requests; deterministic drafts are the same as one by one."""
         return [self.propose(state, budget) for state in states]
+
+    @property
+    def trained_steps(self) -> int | None:
+        """Draft steps that training runs where an evaluation measures more; None: all of them."""
+        return None
 
     def contract_fields(self) -> dict[str, Any]:
         """The kind's own part of the contract."""

@@ -1,4 +1,4 @@
-"""The target's keys and values: written in place, and cut back to the accepted path.
+"""Keys and values of a decoder over trees: written in place, and cut back to the accepted path.
 
 Shapes: B rows, N new positions, L positions after a forward.
 """

@@ -7,15 +7,17 @@ Shapes: B rows, T positions, H heads, G key and value heads, d head size, D hidd
 nodes of a request, L positions it holds after them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
@@ -27,8 +29,10 @@ from heads.errors import UserError
 
 PLANNED = "outrider_plan"
 SHORT = 1024
-"""Tokens of a conversation whose attention scores are kept whole in training: a third of the time
-of masked attention on a CPU, and T squared of memory."""
+"""Tokens of a conversation whose attention scores are kept whole in training on a CPU: a third of
+the time of masked attention there, and T squared of memory."""
+PARTIAL = ("partial_rotary_factor", "mrope_section")
+"""Rope settings that the layers here do not follow."""
 COPIED = (
     "intermediate_size",
     "num_attention_heads",
@@ -48,7 +52,7 @@ class DecoderConfig(DrafterConfig):
     intermediate_size: int | None = Field(default=None, ge=1)
     num_attention_heads: int | None = Field(default=None, ge=1)
     num_key_value_heads: int | None = Field(default=None, ge=1)
-    head_dim: int | None = Field(default=None, ge=2)
+    head_dim: int | None = Field(default=None, ge=2, multiple_of=2)
     rms_norm_eps: float | None = Field(default=None, gt=0)
     rope: dict[str, Any] | None = None
     max_position_embeddings: int | None = Field(default=None, ge=1)
@@ -66,6 +70,12 @@ class DecoderConfig(DrafterConfig):
                 "drafter's layers; set drafter." + ", drafter.".join(unknown)
             )
         filled = self.model_copy(update=missing)
+        followed = sorted(set(PARTIAL) & (filled.rope or {}).keys())
+        if followed and (filled.rope or {}).get(followed[0]) not in (None, 1.0):
+            raise UserError(
+                f"rope settings {filled.rope} were given; the drafter's layers turn whole heads "
+                f"and do not follow {followed[0]}: give drafter.rope without it"
+            )
         if filled.num_attention_heads % filled.num_key_value_heads:  # type: ignore[operator]
             raise UserError(
                 f"drafter.num_attention_heads {filled.num_attention_heads} is no multiple of "
@@ -91,21 +101,33 @@ def decoder_fields(config: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
+def rope_note(given: Mapping[str, Any] | None, target: TargetIdentity) -> str | None:
+    """A warning that names both where a drafter's rope is not its target's; None where it is."""
+    own, named = (
+        {k: v for k, v in (rope or {}).items() if v is not None}
+        for rope in (target.decoder.get("rope"), given)
+    )
+    if named == own or given is None:
+        return None
+    return f"warning: its rope settings {named} are not the target's {own}; the drafter's are used"
+
+
 def layer_config(config: DecoderConfig) -> LlamaConfig:
     """The transformers config of a filled drafter config, its attention planned from here."""
     AttentionInterface.register(PLANNED, _planned_attention)
-    made = LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope or {}),
-        max_position_embeddings=config.max_position_embeddings,
-        hidden_act=config.hidden_act,
-        attention_bias=config.attention_bias,
-    )
+    names = ("hidden_size", *(name for name in COPIED if name != "rope"), "attention_bias")
+    fields = {name: getattr(config, name) for name in names}
+    try:
+        made = LlamaConfig(**fields, rope_parameters=dict(config.rope or {}))
+        Rotary(made)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the drafter's layers cannot be made of {fields} and rope {config.rope}: {reason}; "
+            "set what is wrong among them, or leave it to the target's own"
+        ) from None
+    if made.hidden_act not in ACT2FN:
+        raise UserError(f"drafter.hidden_act {made.hidden_act!r} is no activation of transformers")
     made._attn_implementation = PLANNED
     return made
 
@@ -186,11 +208,14 @@ class UnrolledPlan:
             keys, values = (
                 [step[row, :, start:end] for step in steps] for steps in (self.keys, self.values)
             )
-            attend = unrolled_attention if end - start <= SHORT else unrolled_attention_masked
+            short = query.device.type == "cpu" and end - start <= SHORT
+            attend = unrolled_attention if short else unrolled_attention_masked
             rows[row].append(attend(part, keys, values, scaling))
             ends[row] = end
         for row, end in enumerate(ends):
-            rows[row].append(query.new_zeros(query.shape[1], query.shape[2] - end, query.shape[3]))
+            # Zeros that hang on the graph: every engine wants a gradient of every parameter.
+            own = (x[row, :, end:] for x in (key, value))
+            rows[row].append(query[row, :, end:] * 0 + sum(x.sum() * 0 for x in own))
         return torch.stack([torch.cat(parts, dim=1) for parts in rows])
 
 

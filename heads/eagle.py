@@ -137,7 +137,7 @@ class Eagle(RecurrentDrafter):
         plans: Sequence[Plan],
     ) -> Step:
         """fc([embed, feature]) through the layers; nothing is normed at the end."""
-        x_BTD = self.fc(torch.cat([embeds_BTD, states_BTD.to(embeds_BTD.dtype)], dim=-1))
+        x_BTD = self.fc(torch.cat([embeds_BTD, states_BTD], dim=-1))
         for layer in self.layers:
             x_BTD = layer(x_BTD, position_embeddings=rotary, plans=plans)
         return Step(x_BTD, x_BTD)

@@ -134,8 +134,8 @@ class Eagle3(RecurrentDrafter):
                 drafter.lm_head.weight.copy_(rows)
                 drafter.fc.weight.normal_(0, 0.02)
                 drafter.fc.weight[:, -wide:] += torch.eye(wide)
-            if drafter.config.embedding == "own":
-                drafter.embed_tokens.weight.copy_(shared.embed_VD)
+                if drafter.config.embedding == "own":
+                    drafter.embed_tokens.weight.copy_(shared.embed_VD)
         drafter.bind(shared)
         return drafter
 
@@ -157,10 +157,12 @@ class Eagle3(RecurrentDrafter):
         assert self.config.aux_hidden_state_layer_ids is not None
         return Needs(captured_layers=self.config.aux_hidden_state_layer_ids)
 
-    @property
-    def embed_VD(self) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings or its own."""
-        return self.embed_tokens.weight if self.config.embedding == "own" else super().embed_VD
+        if self.config.embedding == "shared":
+            return super().embed(tokens)
+        own: Tensor = self.embed_tokens(tokens)
+        return own
 
     def contract_fields(self) -> dict[str, Any]:
         """Norm flags, and what the next step reads."""

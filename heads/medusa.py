@@ -180,9 +180,7 @@ class Medusa(Drafter):
         """A chain drawn from each head's own distribution, with that distribution."""
         assert budget.probs is not None and shape.is_chain
         if self._vocab is not None:
-            full = logits_HV.new_full((len(logits_HV), self.vocab_size), float("-inf"))
-            full[:, self._vocab.target_ids_Vd.to(full.device)] = logits_HV
-            logits_HV = full
+            logits_HV = self._vocab.spread(logits_HV)
         probs_HV = budget.probs(logits_HV).cpu()
         drawn = torch.multinomial(probs_HV, 1, generator=budget.generator)[:, 0]
         leaf_V = torch.zeros_like(probs_HV[:1])

@@ -87,6 +87,11 @@ class RecurrentDrafter(Drafter):
     def num_steps(self) -> int:
         """How many draft steps training unrolls."""
 
+    @property
+    def trained_steps(self) -> int:
+        """The same, for who compares what was measured with what was trained."""
+        return self.num_steps
+
     @abstractmethod
     def first_states(self, hidden: Tensor | None, captured: Tensor | None) -> Tensor:
         """The states [..., D] that the first step reads, of the target's [..., D], [..., A, D]."""
@@ -105,11 +110,10 @@ class RecurrentDrafter(Drafter):
     def with_matrix(self, output: Tensor, apply: Any) -> Any:
         """`apply(output, weight_VD)` of the output matrix, inside the module that owns it."""
 
-    @property
-    def embed_VD(self) -> Tensor:
-        """The token embeddings that slots read: the target's, unless the kind has its own."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What slots read of tokens [...]: the target's embeddings, unless the kind has its own."""
         assert self.shared is not None, "bind the drafter to its target first"
-        return self.shared.embed_VD
+        return F.embedding(tokens, self.shared.embed_VD)
 
     @property
     def max_depth(self) -> int | None:
@@ -154,8 +158,9 @@ class RecurrentDrafter(Drafter):
         self, batch: TrainingBatch, states_BTD: Tensor, step: int, plans: Sequence[Plan]
     ) -> Step:
         """Draft step `step` of every position at once."""
-        tokens_BT = draft_inputs(batch.tokens_BT, step)
-        embeds_BTD = F.embedding(tokens_BT, self.embed_VD)
+        embeds_BTD = self.embed(draft_inputs(batch.tokens_BT, step))
+        if states_BTD.dtype == torch.float32:
+            embeds_BTD = embeds_BTD.float()
         rotary = self.rotary(embeds_BTD, batch.positions_BT + step)
         return self.step(embeds_BTD, states_BTD, rotary, plans)
 
@@ -217,7 +222,7 @@ class RecurrentDrafter(Drafter):
     ) -> Step:
         """One step over the nodes of several requests, laid one after another [N, D]."""
         device = states_ND.device
-        embeds_ND = F.embedding(torch.as_tensor(tokens, device=device), self.embed_VD)
+        embeds_ND = self.embed(torch.as_tensor(tokens, device=device))
         rotary = self.rotary(embeds_ND, torch.tensor([list(positions)], device=device))
         plans = [
             NodePlan([memory.tree_layers[layer] for memory in memories], counts, visible)

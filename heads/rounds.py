@@ -35,7 +35,7 @@ class Round:
         self.first = first
         self.device = first.state.device
         # Of each request: which of its expanded nodes each expanded node sees.
-        self.seen = [torch.zeros(0, 0, dtype=torch.bool, device=self.device) for _ in states]
+        self.seen = [torch.zeros(0, 0, dtype=torch.bool) for _ in states]
 
     def filled(self, shape: TreeShape) -> list[TokenTree]:
         """The static tree: each node takes its parent's candidate of its rank."""
@@ -46,7 +46,7 @@ class Round:
             nodes = [n for n in range(len(shape)) if shape.depths[n] == depth]
             places = torch.tensor([level.index(shape.parents[n]) for n in nodes])
             ranks = torch.tensor([shape.ranks[n] for n in nodes])
-            best = self._candidates(done.output, int(ranks.max()) + 1)[0]
+            best = self._candidates(done.output, int(ranks.max()) + 1)
             best_RPK = best.view(requests, len(level), -1).cpu()
             tokens_RN[:, nodes] = best_RPK[:, places, ranks]
             inner = [n for n in nodes if shape.children[n]]
@@ -73,7 +73,7 @@ class Round:
         its children where products are equal.
         """
         requests = len(self.roots)
-        width = min(tree.top_k, len(self._matrix_rows()))
+        width = min(tree.top_k, self.drafter.config.draft_vocab_size or self.drafter.vocab_size)
         found = _Candidates(requests)
         tokens_RK, values_RK = self._scored(self.first.output, torch.zeros(requests, 1), width)
         found.add(tokens_RK, values_RK, torch.full((requests, tokens_RK.shape[1]), -1))
@@ -108,7 +108,8 @@ class Round:
         requests, done = len(self.roots), self.first
         tokens_RN, probs = [torch.tensor(self.roots)], []
         for depth in range(1, shape.depth + 1):
-            logits_RV = self._full(self.drafter.logits(done.output))
+            logits_RV, vocab = self.drafter.logits(done.output), self.drafter._vocab
+            logits_RV = logits_RV if vocab is None else vocab.spread(logits_RV)
             probs_RV = budget.probs(logits_RV).cpu()
             drawn_R = torch.multinomial(probs_RV, 1, generator=budget.generator)[:, 0]
             tokens_RN.append(drawn_R)
@@ -128,15 +129,15 @@ class Round:
         visible: list[Tensor | None] = []
         for row, seen in enumerate(self.seen):
             old = len(seen)
-            grown = torch.zeros(old + count, old + count, dtype=torch.bool, device=self.device)
+            grown = torch.zeros(old + count, old + count, dtype=torch.bool)
             grown[:old, :old] = seen
             for place, parent in enumerate(above_RP[row].tolist()):
                 if parent >= 0:
                     grown[old + place] = grown[parent]
                 grown[old + place, old + place] = True
             self.seen[row] = grown
-            text = torch.ones(count, self.bases[row], dtype=torch.bool, device=self.device)
-            visible.append(torch.cat([text, grown[old:]], dim=1))
+            text = torch.ones(count, self.bases[row], dtype=torch.bool)
+            visible.append(torch.cat([text, grown[old:]], dim=1).to(self.device))
         positions = [base - 1 + depth for base in self.bases for _ in range(count)]
         return self.drafter.nodes_step(
             tokens_RP.flatten().to(self.device),
@@ -147,16 +148,18 @@ class Round:
             visible,
         )
 
-    def _candidates(self, output_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` best target ids and their logits [N, count]."""
+    def _candidates(self, output_ND: Tensor, count: int) -> Tensor:
+        """The `count` best target ids [N, count]."""
         logits_NV = self.drafter.logits(output_ND)
         if count > logits_NV.shape[-1]:
             raise UserError(
                 f"the tree asks for candidate {count - 1} of {logits_NV.shape[-1]} tokens; "
                 "its ranks are too large"
             )
-        values, ids = logits_NV.float().topk(count, dim=-1)
-        return self.drafter.to_target(ids), values
+        if count == 1:
+            # Of equal logits the lowest id, as every engine's argmax; topk leaves that open.
+            return self.drafter.to_target(logits_NV.float().argmax(-1, keepdim=True))
+        return self.drafter.to_target(logits_NV.float().topk(count, dim=-1).indices)
 
     def _scored(self, output_ND: Tensor, values_RP: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Candidates [R, P * width] with the sum of log-probabilities along their paths."""
@@ -168,19 +171,6 @@ class Round:
             self.drafter.to_target(ids).cpu().view(requests, -1),
             scores.view(requests, -1),
         )
-
-    def _matrix_rows(self) -> Tensor:
-        rows: Tensor = self.drafter.with_matrix(self.first.output, lambda _, weight: weight)
-        return rows
-
-    def _full(self, logits_NV: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, minus infinity outside the draft vocabulary."""
-        vocab = self.drafter._vocab
-        if vocab is None:
-            return logits_NV
-        full = logits_NV.new_full((len(logits_NV), self.drafter.vocab_size), float("-inf"))
-        full[:, vocab.target_ids_Vd.to(full.device)] = logits_NV
-        return full
 
 
 class _Candidates:

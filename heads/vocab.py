@@ -56,6 +56,12 @@ class VocabMap:
         )
         return torch.where(target_ids >= 0, table[target_ids.clamp(min=0)], IGNORE)
 
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits [..., Vd] over the target's vocabulary [..., V], minus infinity outside."""
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
+        full[..., self.target_ids_Vd.to(full.device)] = logits
+        return full
+
     @classmethod
     def from_counts(cls, counts_V: Tensor, size: int, always: Iterable[int] = ()) -> "VocabMap":
         """The `size` most frequent ids, `always` (special tokens) first; ties: the lowest id.

@@ -134,7 +134,8 @@ def export_from(
     target: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Export the drafter that `spec` names; without a `dtype`, in the one of its target.
+    """Export the drafter that `spec` names; without a `dtype`, in the one of its target, or
+    of its own tensors where it is a public one.
 
     The target is opened only where the drafter has to be read against it, or is written with it.
     """
@@ -146,6 +147,9 @@ def export_from(
     if isinstance(found, Exported):
         raise UserError(f"{spec} is an exported folder already; copy it, or export its checkpoint")
     opened = cache(lambda: open_target([found], target, "float32", "cpu"))
-    if isinstance(found, PublicFolder):
-        found = checkpoint_of(found, opened(), say)
-    return export_drafter(found, engine, out, opened, dtype or found.contract.target.dtype)
+    if not isinstance(found, PublicFolder):
+        return export_drafter(found, engine, out, opened, dtype or found.contract.target.dtype)
+    checkpoint = checkpoint_of(found, opened(), say)
+    stored = next(t for t in checkpoint.drafter.state_dict().values() if t.is_floating_point())
+    own = str(stored.dtype).removeprefix("torch.")
+    return export_drafter(checkpoint, engine, out, opened, dtype or own)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,9 +124,9 @@ class TargetModel:
         """The context length."""
         return int(self.config.max_position_embeddings)
 
-    @property
+    @cached_property
     def shared(self) -> SharedWeights:
-        """The frozen tensors that drafters read."""
+        """The frozen tensors that drafters read: the same objects each time, so casts are kept."""
         return SharedWeights(
             self.lm_head.weight.detach(), self.model.get_input_embeddings().weight.detach()
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distill.questions import load_questions
 from distill.store import Row, Store, open_store, read_manifest, split
+from heads.decoder import rope_note
 from heads.errors import UserError
 from heads.schema import load_recipe
 from heads.vocab import VocabMap
@@ -88,6 +89,8 @@ def load_corpus(
     if draft_vocab_size is not None:
         vocab, words = draft_vocabulary(train, target, draft_vocab_size)
         notes += words
+    rope = rope_note(recipe.drafter.get("rope"), target.identity)
+    notes += [f"drafter.rope: {rope}"] if rope else []
     if start is not None:
         start.refuse_other_vocabulary(vocab)
         notes += start.notes

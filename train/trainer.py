@@ -301,7 +301,7 @@ class Run:
             "kind": "eval",
             "step": self.step,
             "train_loss": None if sums is None else objective(sums, decay),
-            "val_loss": objective(found.sums_SX[: None if sums is None else len(sums)], decay),
+            "val_loss": objective(found.sums_SX[: self.engine.drafter.trained_steps], decay),
             "train_losses": None if sums is None else step_losses(sums),
             "val_losses": step_losses(found.sums_SX),
             "accuracies_HK": accuracies(found.sums_SX),
@@ -332,6 +332,6 @@ class Run:
     def _resume(self, state: dict[str, Any]) -> None:
         for name in ("step", "elapsed_s", "tau", "best_tau", "best_step", "evaluated_at"):
             setattr(self, name, state[name])
-        self.ledger.names.update(state["dropped"])
+        self.ledger.names.update(state.get("dropped", []))
         self.since_log = Meter.from_json(state["since_log"])
         self.since_eval = Meter.from_json(state["since_eval"])

@@ -36,8 +36,9 @@ class WarmStart:
 def warm_start(recipe: Recipe, kind: str, target: TargetModel) -> WarmStart | None:
     """The drafter that `recipe.start` names; None without one.
 
-    Its own sizes and flags hold where the recipe leaves them open; what only training reads comes
-    from the recipe. Raises UserError for another kind and for fields that differ.
+    Its own sizes and flags hold, and a note names those that the recipe has otherwise; what only
+    training reads comes from the recipe. Raises UserError for another kind, and for a draft
+    vocabulary of another size than the recipe asks for.
     """
     if recipe.start is None:
         return None
@@ -51,7 +52,7 @@ def warm_start(recipe: Recipe, kind: str, target: TargetModel) -> WarmStart | No
             f"start {recipe.start} is a drafter of kind {drafter.kind!r}, this run trains "
             f"{kind!r}; run train/{drafter.kind}.py"
         )
-    drafter.config = _continued(recipe.start, drafter.config, recipe.drafter_config(kind))
+    drafter.config = _continued(recipe.start, drafter.config, recipe.drafter_config(kind), notes)
     drafter.float().train().bind(target.shared)
     ids = getattr(drafter, "draft_ids", None)
     vocab = None if ids is None else VocabMap(ids.cpu(), target.identity.vocab_size)
@@ -59,18 +60,18 @@ def warm_start(recipe: Recipe, kind: str, target: TargetModel) -> WarmStart | No
     return WarmStart(recipe.start, drafter, vocab, notes)
 
 
-def _continued(source: str, own: DrafterConfig, asked: DrafterConfig) -> DrafterConfig:
+def _continued(
+    source: str, own: DrafterConfig, asked: DrafterConfig, notes: list[str]
+) -> DrafterConfig:
     """The drafter's own config with the training-only fields of the recipe."""
-    differing = [
-        f"drafter.{name} is {getattr(asked, name)!r} and its own {getattr(own, name)!r}"
-        for name in type(own).model_fields
-        if name not in own.training_only
-        and getattr(asked, name) is not None
-        and getattr(asked, name) != getattr(own, name)
-    ]
-    if differing:
+    sizes = asked.draft_vocab_size, own.draft_vocab_size
+    if sizes[0] is not None and sizes[0] != sizes[1]:
         raise UserError(
-            f"start {source} is built otherwise than the recipe asks for: {'; '.join(differing)}; "
-            "give its own values (null takes them where a field may be null)"
+            f"start {source} has draft_vocab_size {sizes[1]}, the recipe asks for {sizes[0]}; set "
+            "drafter.draft_vocab_size=null to keep its own"
         )
+    for name in type(own).model_fields:
+        given, kept = getattr(asked, name), getattr(own, name)
+        if name not in own.training_only and given is not None and given != kept:
+            notes.append(f"drafter.{name} is {kept!r}, the start's own; {given!r} is not used")
     return own.model_copy(update={name: getattr(asked, name) for name in own.training_only})

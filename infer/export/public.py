@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.base import Checkpoint, Contract, check_contract, load_drafter
+from heads.decoder import rope_note
 from heads.errors import UserError
 from infer.export.form import TARGET_KEY
 from infer.export.public_forms import EMBEDDING, PublicForm, recognised
@@ -105,8 +106,13 @@ def _settle_shared(form: PublicForm, target: TargetModel) -> None:
     if _same(form.tensors.get(EMBEDDING), target.shared.embed_VD):
         del form.tensors[EMBEDDING]
     elif EMBEDDING in form.tensors:
+        if form.shares_matrices:
+            raise UserError(
+                f"{form.where}: its embed_tokens.weight is not the target's own, and an EAGLE-1 "
+                "drafter reads the target's embedding; give the target that it was trained for"
+            )
         form.notes.append("its embedding is not the target's: it is kept as its own")
-    if form.kind == "eagle":
+    if form.shares_matrices:
         if _same(form.tensors.get(LM_HEAD), target.shared.lm_head_VD):
             del form.tensors[LM_HEAD]
     elif LM_HEAD not in form.tensors and form.config["draft_vocab_size"] is None:
@@ -123,12 +129,9 @@ def _same(given: Tensor | None, own: Tensor) -> bool:
 
 
 def _compare_rope(form: PublicForm, target: TargetModel) -> None:
-    own = {k: v for k, v in dict(target.config.rope_parameters or {}).items() if v is not None}
-    given = {k: v for k, v in form.config["rope"].items() if v is not None}
-    if given != own:
-        form.notes.append(
-            f"warning: its rope settings {given} are not the target's {own}; the drafter's are used"
-        )
+    note = rope_note(form.config["rope"], target.identity)
+    if note is not None:
+        form.notes.append(note)
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
@@ -162,8 +165,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def _no_weights(folder: Path) -> str:
     """Nothing is unpickled here: a pickle can run any code."""
     return (
-        f"{folder} has no {WEIGHTS}; nothing is unpickled here, so convert a pytorch_model.bin "
-        'once: python -c "import torch, safetensors.torch as s; s.save_file('
+        f"{folder} has no {WEIGHTS}; nothing is unpickled here, so download a pytorch_model.bin "
+        'and convert it once, in its folder: python -c "import torch, safetensors.torch as s; '
+        "s.save_file("
         "{k: v.contiguous() for k, v in torch.load('pytorch_model.bin', weights_only=True)"
         ".items()}, 'model.safetensors')\""
     )

@@ -66,6 +66,11 @@ class PublicForm:
         fill(drafter, self.tensors, self.where)
         return drafter.eval()
 
+    @property
+    def shares_matrices(self) -> bool:
+        """Whether embedding and output matrix are always the target's own."""
+        return self.kind == "eagle"
+
     def _drop_zero_biases(self, known: set[str]) -> None:
         """A bias that the drafter has no place for may be there as zeros, as some engines ask."""
         extra = [n for n in self.tensors if n.endswith(".bias") and n not in known]
@@ -154,6 +159,8 @@ def _layer_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _place_draft_ids(form: PublicForm, known_V: Tensor | None) -> None:
     """Turn the offsets `d2t` into target ids; `known_V` (bool) marks the draft vocabulary's."""
     offsets_Vd = form.tensors.pop("d2t", None)
+    if not isinstance(form.config.get("vocab_size"), int):
+        raise UserError(f"{form.where}: its config names no vocab_size; expected the target's")
     size = form.config.get("draft_vocab_size") or form.config.get("vocab_size")
     full = size == form.config.get("vocab_size")
     form.config["draft_vocab_size"] = None if full else size
@@ -170,7 +177,7 @@ def _place_draft_ids(form: PublicForm, known_V: Tensor | None) -> None:
 
 def _target_ids(offsets_Vd: Tensor, vocab_size: int, known_V: Tensor | None, where: str) -> Tensor:
     """Target ids of `d2t`: target id = draft id + d2t[draft id]. d2t = [2, 4]  ->  [2, 5]"""
-    if offsets_Vd.ndim != 1 or offsets_Vd.is_floating_point():
+    if offsets_Vd.ndim != 1 or offsets_Vd.is_floating_point() or not len(offsets_Vd):
         raise UserError(f"{where}: d2t is {offsets_Vd.dtype} {list(offsets_Vd.shape)}, no id list")
     stored_Vd = offsets_Vd.long()
     ids_Vd = stored_Vd + torch.arange(len(stored_Vd))

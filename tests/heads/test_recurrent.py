@@ -1,12 +1,20 @@
 """What is trained is what drafts: unrolled steps against drafting one node at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from heads.base import DraftBudget, DraftState, TrainingBatch, drafter_class, drafter_kinds
+from heads.base import (
+    DraftBudget,
+    DraftState,
+    SharedWeights,
+    TrainingBatch,
+    drafter_class,
+    drafter_kinds,
+)
 from heads.cache import TreeCache
 from heads.decoder import (
     decoder_fields,
@@ -133,14 +141,7 @@ def test_the_comparison_would_see_a_shifted_position(tiny_target: TargetModel) -
     drafter = made(tiny_target, "eagle3")
     batch = packed(tiny_target, drafter)
     whole = unrolled(drafter, batch)
-    moved = TrainingBatch(
-        batch.tokens_BT,
-        batch.loss_mask_BT,
-        batch.segments_BT,
-        2 * batch.positions_BT,
-        batch.hidden_BTD,
-        batch.captured_BTAD,
-    )
+    moved = replace(batch, positions_BT=2 * batch.positions_BT)
     assert (unrolled(drafter, moved)[1].state - whole[1].state).abs().max() > 1e-3
 
 
@@ -296,6 +297,36 @@ def test_visibility_of_a_step_is_the_prefix_and_its_own_earlier_steps() -> None:
     assert seen[0].tolist() == [True, False, False, True, False, False, True, False, False]
 
 
+def test_a_narrow_drafter_with_its_own_embedding_is_made(tiny_target: TargetModel) -> None:
+    drafter: Any = made(tiny_target, "eagle3", hidden_size=16, head_dim=4, embedding="own")
+    batch = packed(tiny_target, drafter)
+    assert unrolled(drafter, batch)[0].state.shape[-1] == 16
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_float32_training_reads_a_bfloat16_target(kind: str, tiny_target: TargetModel) -> None:
+    drafter = made(tiny_target, kind)
+    batch = packed(tiny_target, drafter)
+    whole = unrolled(drafter, batch)[1].state.detach()
+    shared = tiny_target.shared
+    drafter.bind(SharedWeights(shared.lm_head_VD.bfloat16(), shared.embed_VD.bfloat16()))
+    rough = unrolled(drafter, batch)[1].state.detach()
+    assert rough.dtype == torch.float32
+    assert float((rough - whole).abs().max()) < 0.05 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_batch_of_nothing_but_padding_gives_every_parameter_a_gradient(
+    kind: str, tiny_target: TargetModel
+) -> None:
+    drafter = made(tiny_target, kind).train()
+    batch = packed(tiny_target, drafter)
+    empty = replace(batch, segments_BT=torch.zeros_like(batch.segments_BT))
+    steps = unrolled(drafter, empty)
+    sum(drafter.logits(step.output).sum() for step in steps).backward()  # type: ignore[union-attr]
+    assert all(p.grad is not None for p in drafter.parameters())
+
+
 def test_attention_of_short_and_of_long_conversations_is_the_same() -> None:
     torch.manual_seed(0)
     query = torch.randn(6, 7, 8, dtype=torch.float64, requires_grad=True)
@@ -337,6 +368,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"draft_vocab_size": 161}, "161.*160"),
     ("eagle3", {"hidden_size": 48}, "drafter.hidden_size 48.*32"),
     ("eagle3", {"target_hidden_size": 64}, "target_hidden_size 64.*32"),
+    ("eagle3", {"rope": {"rope_type": "no such"}}, "rope_type.*no such|no such"),
+    (
+        "eagle3",
+        {"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "do not follow partial_rotary_factor",
+    ),
+    ("eagle3", {"hidden_act": "silly"}, "silly"),
     ("eagle3", {"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple"),
     ("eagle", {"hidden_size": 48}, "drafter.hidden_size 48.*32"),
     ("eagle", {"draft_vocab_size": 40}, "whole vocabulary"),

@@ -92,7 +92,7 @@ def exported_by_form(
     folder = tmp_path_factory.mktemp("vllm")
     drafters = {
         "plain": ("eagle", {"num_steps": 2}),
-        "reduced": ("eagle3", {"draft_vocab_size": 1000}),
+        "reduced": ("eagle3", {"draft_vocab_size": 1000, "norm_before_residual": True}),
     }
     optimizer = {"lr": 1e-3, "micro_batch": 2}
 
