@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from heads.base import Needs, SharedWeights, TargetIdentity, TrainingBatch
-from heads.blocks import fill_nan
 from heads.decoder import DecoderConfig, PlainDecoderLayer, Plan
 from heads.errors import UserError
 from heads.recurrent import RecurrentDrafter, Step
@@ -89,13 +88,6 @@ class Eagle(RecurrentDrafter):
             drafter.fc.weight.normal_(0, 0.02)
             drafter.fc.weight[:, size:] += torch.eye(size)
         drafter.bind(shared)
-        return drafter
-
-    @classmethod
-    def blank(cls, config: Any, target: TargetIdentity) -> "Eagle":
-        """All NaN, to be filled from a checkpoint."""
-        drafter = cls(config, target)
-        fill_nan(drafter)
         return drafter
 
     @property

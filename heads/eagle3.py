@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from heads.base import Needs, SharedWeights, TargetIdentity
-from heads.blocks import OutputHead, fill_nan
+from heads.blocks import OutputHead
 from heads.decoder import DecoderConfig, Plan
 from heads.errors import UserError
 from heads.recurrent import RecurrentDrafter, Step
@@ -137,13 +137,6 @@ class Eagle3(RecurrentDrafter):
                 if drafter.config.embedding == "own":
                     drafter.embed_tokens.weight.copy_(shared.embed_VD)
         drafter.bind(shared)
-        return drafter
-
-    @classmethod
-    def blank(cls, config: Any, target: TargetIdentity) -> "Eagle3":
-        """All NaN, to be filled from a checkpoint."""
-        drafter = cls(config, target)
-        fill_nan(drafter)
         return drafter
 
     @property

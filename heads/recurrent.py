@@ -27,6 +27,7 @@ from heads.base import (
     TargetIdentity,
     TrainingBatch,
 )
+from heads.blocks import fill_nan
 from heads.cache import TreeCache
 from heads.decoder import (
     DecoderConfig,
@@ -81,6 +82,13 @@ class RecurrentDrafter(Drafter):
             self.register_buffer(
                 "draft_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long)
             )
+
+    @classmethod
+    def blank(cls, config: Any, target: TargetIdentity) -> "RecurrentDrafter":
+        """All NaN, to be filled from a checkpoint."""
+        drafter = cls(config, target)
+        fill_nan(drafter)
+        return drafter
 
     @property
     @abstractmethod
