@@ -68,8 +68,10 @@ def write_store(
     return path
 
 
-def command(recipe: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> list[str]:
-    script = str(ROOT / "train" / "medusa.py")
+def command(
+    recipe: Path, *overrides: str, launcher: tuple[str, ...] = (), kind: str = "medusa"
+) -> list[str]:
+    script = str(ROOT / "train" / f"{kind}.py")
     return [sys.executable, *launcher, script, "--config", str(recipe), *overrides]
 
 
@@ -79,11 +81,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_training(
-    recipe: Path, *overrides: str, launcher: tuple[str, ...] = (), **env: str
+    recipe: Path,
+    *overrides: str,
+    launcher: tuple[str, ...] = (),
+    kind: str = "medusa",
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """The real command, to its end."""
     return subprocess.run(
-        command(recipe, *overrides, launcher=launcher),
+        command(recipe, *overrides, launcher=launcher, kind=kind),
         capture_output=True,
         text=True,
         timeout=240,
@@ -92,11 +98,11 @@ def run_training(
     )
 
 
-def train_here(recipe: Path, *overrides: str) -> Path:
+def train_here(recipe: Path, *overrides: str, kind: str = "medusa") -> Path:
     """The same in this process; gives the output folder."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    main("medusa", ["--config", str(recipe), *overrides])
+    main(kind, ["--config", str(recipe), *overrides])
     return recipe.with_suffix("")
 
 

@@ -79,6 +79,26 @@ def test_two_processes_are_one_run(recipes: Recipes, engine: str) -> None:
     assert trajectory(output) == before
 
 
+@pytest.mark.parametrize(("kind", "engine"), [("eagle3", "ddp"), ("eagle3", "zero3")])
+def test_two_processes_are_one_run_for_a_drafter_that_feeds_on_itself(
+    kind: str, engine: str, recipes: Recipes
+) -> None:
+    """Its output matrix and its own embedding are read several times a step."""
+    changes: dict[str, Any] = {
+        "drafter": {"num_steps": 2, "embedding": "own"},
+        "loss": {"terms": {"forward_kl": 1.0}},
+        "stop": {"max_steps": 4},
+    }
+    optimizer = {"lr": 0.001, "micro_batch": 1}
+    one = recipes("alone", optimizer=optimizer | {"accumulation": 4}, **changes)
+    alone = train_here(one, kind=kind)
+    pair = recipes("pair", optimizer=optimizer | {"accumulation": 2}, **changes)
+    os.symlink(ROOT / "configs", pair.parent / "configs")
+    done = run_training(pair, launcher=launcher(engine), kind=kind)
+    assert done.returncode == 0, done.stderr
+    assert_close(pair.with_suffix(""), alone)
+
+
 def test_command_refuses_a_bad_recipe_with_status_2(recipes: Recipes) -> None:
     done = run_training(recipes(), "optimizer.rate=1")
     assert done.returncode == 2

@@ -6,24 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 from heads.base import load_drafter
 from infer.export import export_drafter
 from infer.target import TargetModel
-from tests.train.runs import Recipes, make_rows, write_store
-from train.trainer import main
+from tests.train.runs import Recipes, make_rows, train_here, write_store
 
 SOFT = {"terms": {"forward_kl": 1.0}}
 
 
 def run(kind: str, recipe: Path, *overrides: str) -> Path:
     """The training script of a kind in this process; the output folder."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    main(kind, ["--config", str(recipe), *overrides])
-    return recipe.with_suffix("")
+    return train_here(recipe, *overrides, kind=kind)
 
 
 def refused(kind: str, capsys: pytest.CaptureFixture[str], recipe: Path, *overrides: str) -> str:
