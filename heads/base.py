@@ -266,8 +266,10 @@ class Drafter(nn.Module, ABC):
 
 def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
-    shared = {"__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"}
-    shared |= {"recurrent", "rounds", "decoder", "cache"}
+    shared = {
+        *("__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"),
+        *("recurrent", "rounds", "decoder", "cache"),
+    }
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 
 

@@ -33,7 +33,8 @@ SHORT = 1024
 the time of masked attention there, and T squared of memory."""
 PARTIAL = ("partial_rotary_factor", "mrope_section")
 """Rope settings that the layers here do not follow."""
-COPIED = (
+SIZES = (
+    "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
@@ -41,7 +42,6 @@ COPIED = (
     "rms_norm_eps",
     "max_position_embeddings",
     "hidden_act",
-    "rope",
 )
 
 
@@ -61,8 +61,8 @@ class DecoderConfig(DrafterConfig):
 
     def filled(self, target: TargetIdentity) -> Self:
         """The same with the target's own values where none was given."""
-        own = {"hidden_size": target.hidden_size} | {k: target.decoder.get(k) for k in COPIED}
-        missing = {k: v for k, v in own.items() if getattr(self, k) is None}
+        own = target.decoder | {"hidden_size": target.hidden_size}
+        missing = {k: own.get(k) for k in (*SIZES, "rope") if getattr(self, k) is None}
         unknown = sorted(k for k, v in missing.items() if v is None)
         if unknown:
             raise UserError(
@@ -70,8 +70,9 @@ class DecoderConfig(DrafterConfig):
                 "drafter's layers; set drafter." + ", drafter.".join(unknown)
             )
         filled = self.model_copy(update=missing)
-        followed = sorted(set(PARTIAL) & (filled.rope or {}).keys())
-        if followed and (filled.rope or {}).get(followed[0]) not in (None, 1.0):
+        rope = filled.rope or {}
+        followed = [name for name in PARTIAL if rope.get(name) not in (None, 1.0)]
+        if followed:
             raise UserError(
                 f"rope settings {filled.rope} were given; the drafter's layers turn whole heads "
                 f"and do not follow {followed[0]}: give drafter.rope without it"
@@ -115,8 +116,7 @@ def rope_note(given: Mapping[str, Any] | None, target: TargetIdentity) -> str | 
 def layer_config(config: DecoderConfig) -> LlamaConfig:
     """The transformers config of a filled drafter config, its attention planned from here."""
     AttentionInterface.register(PLANNED, _planned_attention)
-    names = ("hidden_size", *(name for name in COPIED if name != "rope"), "attention_bias")
-    fields = {name: getattr(config, name) for name in names}
+    fields = {name: getattr(config, name) for name in (*SIZES, "attention_bias")}
     try:
         made = LlamaConfig(**fields, rope_parameters=dict(config.rope or {}))
         Rotary(made)

@@ -167,8 +167,8 @@ class RecurrentDrafter(Drafter):
     ) -> Step:
         """Draft step `step` of every position at once."""
         embeds_BTD = self.embed(draft_inputs(batch.tokens_BT, step))
-        if states_BTD.dtype == torch.float32:
-            embeds_BTD = embeds_BTD.float()
+        if not torch.is_autocast_enabled(embeds_BTD.device.type):
+            embeds_BTD = embeds_BTD.to(states_BTD.dtype)
         rotary = self.rotary(embeds_BTD, batch.positions_BT + step)
         return self.step(embeds_BTD, states_BTD, rotary, plans)
 

@@ -118,8 +118,9 @@ def checkpoint_of(
     """The drafter with its contract, which must be one for `target`; not bound yet."""
     if isinstance(found, PublicFolder):
         checkpoint, notes = read_public(found.folder, target)
-        for note in notes if say else []:
-            say(note)  # type: ignore[misc]
+        if say is not None:
+            for note in notes:
+                say(note)
         return checkpoint
     checkpoint = found if isinstance(found, Checkpoint) else found.checkpoint
     check_contract(checkpoint.contract, target.identity, str(checkpoint.path))
@@ -134,10 +135,10 @@ def export_from(
     target: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Export the drafter that `spec` names; without a `dtype`, in the one of its target, or
-    of its own tensors where it is a public one.
+    """Export the drafter that `spec` names.
 
-    The target is opened only where the drafter has to be read against it, or is written with it.
+    Without a `dtype` in the one of its target, a public one in its own tensors'. The target is
+    opened only where the drafter has to be read against it, or is written with it.
     """
     found = read_drafter(spec)
     if found is None:
@@ -149,7 +150,4 @@ def export_from(
     opened = cache(lambda: open_target([found], target, "float32", "cpu"))
     if not isinstance(found, PublicFolder):
         return export_drafter(found, engine, out, opened, dtype or found.contract.target.dtype)
-    checkpoint = checkpoint_of(found, opened(), say)
-    stored = next(t for t in checkpoint.drafter.state_dict().values() if t.is_floating_point())
-    own = str(stored.dtype).removeprefix("torch.")
-    return export_drafter(checkpoint, engine, out, opened, dtype or own)
+    return export_drafter(checkpoint_of(found, opened(), say), engine, out, opened, dtype)

@@ -86,8 +86,9 @@ def load_corpus(
     questions = load_prompts_to_measure(recipe.eval, validation, target, recipe.seed)
     asked = questions if isinstance(recipe.eval.prompts, Path) else []
     vocab = None if start is None else start.vocab
+    counts = supervised_counts(train, target.identity.vocab_size)
     if draft_vocab_size is not None:
-        vocab, words = draft_vocabulary(train, target, draft_vocab_size)
+        vocab, words = draft_vocabulary(counts, target, draft_vocab_size)
         notes += words
     rope = rope_note(recipe.drafter.get("rope"), target.identity)
     notes += [f"drafter.rope: {rope}"] if rope else []
@@ -95,7 +96,7 @@ def load_corpus(
         start.refuse_other_vocabulary(vocab)
         notes += start.notes
     if vocab is not None:
-        notes += coverage_notes(vocab, train, validation, asked)
+        notes += coverage_notes(vocab, counts, validation, asked)
     return Corpus(packed, held_out, questions, vocab, notes)
 
 
@@ -146,20 +147,18 @@ def check_store(store: Store, target: TargetModel) -> list[str]:
 
 
 def draft_vocabulary(
-    train: Sequence[Row], target: TargetModel, size: int
+    counts_V: Tensor, target: TargetModel, size: int
 ) -> tuple[VocabMap, list[str]]:
-    """The most frequent supervised tokens of the training rows, special tokens among them.
+    """The tokens that the training rows supervise most (`counts_V`), special tokens among them.
 
     Where fewer occur than are asked for, the tokenizer's lowest ids fill it up: a BPE numbers its
     tokens in the order of its merges, the most frequent pairs of its own training text first.
     A note says so.
     """
-    vocab_size = target.identity.vocab_size
-    counts = supervised_counts(train, vocab_size)
     special = {int(token) for token in target.tokenizer.all_special_ids} | set(target.end_tokens)
-    vocab = VocabMap.from_counts(counts, size, special)
+    vocab = VocabMap.from_counts(counts_V, size, special)
     notes = []
-    occurring = int((counts > 0).sum())
+    occurring = int((counts_V > 0).sum())
     if occurring < size:
         notes.append(
             f"draft vocabulary: only {occurring:,} distinct tokens occur in the training "
@@ -170,18 +169,18 @@ def draft_vocabulary(
 
 
 def coverage_notes(
-    vocab: VocabMap, train: Sequence[Row], validation: Sequence[Row], asked: Sequence[Question]
+    vocab: VocabMap, counts_V: Tensor, validation: Sequence[Row], asked: Sequence[Question]
 ) -> list[str]:
     """How much is covered of the training rows, of the held-out ones by category, and of prompts.
 
     `asked`: the prompts to measure where those are of a file. What is not covered can never be
     drafted: a ceiling on acceptance.
     """
-    size, counts = len(vocab), supervised_counts(train, vocab.vocab_size)
+    size = len(vocab)
     inside = torch.zeros(vocab.vocab_size, dtype=torch.bool)
     inside[vocab.target_ids_Vd] = True
     held_out = _by_category([(row.category, supervised(row)) for row in validation], inside)
-    trained = _share(int(counts[inside].sum()), int(counts.sum()))
+    trained = _share(int(counts_V[inside].sum()), int(counts_V.sum()))
     notes = [
         f"draft vocabulary of {size:,} covers {trained} of the training tokens, {held_out} of the "
         "held-out ones"

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from heads.base import Drafter, TargetIdentity, drafter_class, fill
+from heads.decoder import SIZES
 from heads.errors import UserError
 from heads.schema import parse
 
@@ -25,16 +26,6 @@ PLAIN = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 IGNORED = ("t2d", "self_attn.rotary_emb.inv_freq")
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "hidden_act",
-)
 
 
 @dataclass
