@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 R = TypeVar("R")
 
@@ -30,6 +31,20 @@ class OutputHead(nn.Linear):
         if apply_loss is not None:
             return apply_loss(hidden, self.weight)
         return super().forward(hidden)
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """x in autocast's dtype where it is on: cast once for all the products that read it."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class ProductNorm(LlamaRMSNorm):
+    """A norm whose values nothing but matrix products read."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The normed states [..., D], cast once."""
+        return narrowed(super().forward(hidden_states))
 
 
 class ResidualStack(nn.Module):

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from heads.base import DrafterConfig, TargetIdentity
+from heads.blocks import ProductNorm
 from heads.cache import TreeCacheLayer
 from heads.errors import UserError
 
@@ -312,5 +313,6 @@ class PlainDecoderLayer(LlamaDecoderLayer):
 
     def __init__(self, config: LlamaConfig, layer_idx: int, input_norm: bool) -> None:
         super().__init__(config, layer_idx)
-        if not input_norm:
-            self.input_layernorm = nn.Identity()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = ProductNorm(size, eps=eps) if input_norm else nn.Identity()
+        self.post_attention_layernorm = ProductNorm(size, eps=eps)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from heads.base import Needs, SharedWeights, TargetIdentity
-from heads.blocks import OutputHead
+from heads.blocks import OutputHead, ProductNorm, narrowed
 from heads.decoder import DecoderConfig, Plan
 from heads.errors import UserError
 from heads.recurrent import RecurrentDrafter, Step
@@ -65,9 +65,9 @@ class FusedLayer(nn.Module):
             attended = self.self_attn.o_proj.in_features
             self.self_attn.o_proj = nn.Linear(attended, size, bias=False)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.input_layernorm = ProductNorm(size, eps=eps)
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.post_attention_layernorm = ProductNorm(size, eps=eps)
 
     def forward(
         self,
@@ -79,7 +79,7 @@ class FusedLayer(nn.Module):
         """The residual stream after the layer [B, T, D]."""
         normed_BTD = self.hidden_norm(hidden_BTD)
         residual_BTD = normed_BTD if self.norm_before_residual else hidden_BTD
-        wide_BTD = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
+        wide_BTD = torch.cat([self.input_layernorm(embeds_BTD), narrowed(normed_BTD)], dim=-1)
         attended_BTD, _ = self.self_attn(wide_BTD, position_embeddings=rotary, plans=plans)
         x_BTD = residual_BTD + attended_BTD
         out_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
