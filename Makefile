@@ -1,6 +1,7 @@
 # make demo, make test: on a fresh machine they need nothing but Python >= 3.11 with pip, and make.
 #
 # TORCH_INDEX=URL  one more package index, for a machine whose own index has no CPU build of torch
+# WORKERS=N        processes that share the tests (2)
 # PYTEST_ARGS=...  handed to pytest
 # PYTHON=...       the interpreter that the environments are made from
 
@@ -9,14 +10,17 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	&& echo $$p && break; done)
 TORCH := 2.13.0
 TORCH_INDEX ?=
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 VENV := .venv
 VENV_VLLM := .venv-vllm
 INSTALL := -m pip install -qq --no-input --disable-pip-version-check --prefer-binary --no-compile
 
-# Tests start several processes: threads that wait must not spin on the cores that the others need.
+# Tests start several processes: threads that wait must not spin on the cores that the others need,
+# and two single threads get more done than two that wait for each other.
 test test-serving: export OMP_WAIT_POLICY = PASSIVE
+test test-serving: export OMP_NUM_THREADS = 1
 
 .PHONY: venv venv-vllm demo lint test test-serving clean
 
@@ -32,11 +36,11 @@ lint: venv
 	$(VENV)/bin/mypy
 
 test: venv
-	$(VENV)/bin/python -m pytest -m "not serving" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not serving" $(PYTEST_ARGS)
 
 test-serving: venv venv-vllm
 	OUTRIDER_VLLM_PYTHON="$(CURDIR)/$(VENV_VLLM)/bin/python" \
-		$(VENV)/bin/python -m pytest -m serving $(PYTEST_ARGS)
+		$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m serving $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,5 @@
+"""`python -m outrider`: the same as `outrider`."""
+
+from outrider.main import main
+
+main()
