@@ -72,10 +72,14 @@ class Contract(Strict):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained)."""
+    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained).
+
+    `final_norm_D`: the scale of its final norm, where a new drafter starts from it.
+    """
 
     lm_head_VD: Tensor
     embed_VD: Tensor
+    final_norm_D: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,15 @@ class TargetModel:
     @cached_property
     def shared(self) -> SharedWeights:
         """The frozen tensors that drafters read: the same objects each time, so casts are kept."""
-        return SharedWeights(
-            self.lm_head.weight.detach(), self.model.get_input_embeddings().weight.detach()
-        )
+        embed_VD = self.model.get_input_embeddings().weight.detach()
+        return SharedWeights(self.lm_head.weight.detach(), embed_VD, self._final_norm())
+
+    @torch.no_grad()
+    def _final_norm(self) -> Tensor | None:
+        """The scale of the final norm, whatever its class makes of its weight: that of ones."""
+        norm = getattr(self.decoder, "norm", None)
+        ones_D = torch.ones(self.config.hidden_size, device=self.device, dtype=self.dtype)
+        return None if norm is None else norm(ones_D)
 
     @property
     def end_tokens(self) -> frozenset[int]:

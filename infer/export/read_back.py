@@ -9,7 +9,7 @@ Shapes: D hidden size, V target vocabulary.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Exported:
         """
         drafter = self.drafter.to(device=device, dtype=dtype)
         matrix_VD = shared.lm_head_VD if self.lm_head_VD is None else self.lm_head_VD
-        drafter.bind(SharedWeights(matrix_VD.to(device=device, dtype=dtype), shared.embed_VD))
+        drafter.bind(replace(shared, lm_head_VD=matrix_VD.to(device=device, dtype=dtype)))
         return drafter.eval()
 
 

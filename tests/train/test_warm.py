@@ -41,8 +41,10 @@ def records(output: Path, kind: str) -> list[dict[str, Any]]:
         ("eagle", {"num_steps": 3}, {"terms": {"smooth_l1": 1.0, "topk_ce": 1.0}}),
         ("eagle3", {"draft_vocab_size": 90}, SOFT | {"per_sequence": True}),
         ("eagle3", {"num_steps": 2, "norm_before_residual": True}, {"terms": {"lk_hybrid": 1.0}}),
+        ("mtp", {}, SOFT | {"step_decay": 0.6, "normalise_steps": True}),
+        ("mtp", {"num_modules": 2, "target_state": "after_norm"}, {"terms": {"ce": 1.0}}),
     ],
-    ids=["features", "alignment", "reduced", "full"],
+    ids=["features", "alignment", "reduced", "full", "recursive", "modules"],
 )
 def test_a_run_learns_and_measures_deeper_than_it_trains(
     kind: str, drafter: dict[str, Any], loss: dict[str, Any], recipes: Recipes
