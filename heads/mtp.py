@@ -8,8 +8,8 @@ next step. The embedding is zero in the slot of position 0, as vLLM and SGLang m
 Shapes: B rows, T positions, A captured layers, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -77,6 +77,7 @@ class Mtp(RecurrentDrafter):
     kind = "mtp"
     Config = MtpConfig
     reduces_vocab = False
+    native_tensors: ClassVar[Mapping[str, str]] = {"model.mtp_layers.": "mtp_layers."}
 
     config: MtpConfig
 

@@ -155,7 +155,8 @@ class SaveSection(Strict):
 class Recipe(Strict):
     """A training run. `drafter` holds the fields of the kind's own config.
 
-    `start`: a drafter to go on from, a folder (ours, exported or public) or a model hub id.
+    `start`: a drafter to go on from, a folder (ours, exported or public), a model hub id, or
+    `target` for the drafter that the target itself ships.
     """
 
     target: TargetSection = TargetSection()
