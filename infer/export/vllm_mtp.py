@@ -37,6 +37,13 @@ NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layern
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "additional_chat_templates",
+)
+INSTEAD = "train eagle3 for this target instead"
+NOT_IN_TENSORRT_LLM = (
+    "TensorRT-LLM has no place for an MTP head on a dense Llama or Qwen2 target: it runs MTP only "
+    "for models that are born with it (DeepSeek-V3 and the like); train eagle3 for it, or export "
+    "this head to vllm"
 )
 
 
@@ -124,14 +131,6 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {config[key]}, expected {value}"
     if config["num_attention_heads"] * config["head_dim"] != config["hidden_size"]:
         yield f"head_dim {config['head_dim']}, and MiMo attention is as wide as the hidden state"
-
-
-INSTEAD = "train eagle3 for this target instead"
-NOT_IN_TENSORRT_LLM = (
-    "TensorRT-LLM has no place for an MTP head on a dense Llama or Qwen2 target: it runs MTP only "
-    "for models that are born with it (DeepSeek-V3 and the like); train eagle3 for it, or export "
-    "this head to vllm"
-)
 
 
 def _no_place(target: TargetIdentity) -> str:
