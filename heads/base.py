@@ -9,7 +9,7 @@ Shapes: B rows, T positions, D target hidden size, A captured layers, V vocabula
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -72,10 +72,14 @@ class Contract(Strict):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained)."""
+    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained).
+
+    `final_norm_D`: the scale of its final norm, where a new drafter starts from it.
+    """
 
     lm_head_VD: Tensor
     embed_VD: Tensor
+    final_norm_D: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,9 @@ class Drafter(nn.Module, ABC):
     """Whether it can draft over a draft vocabulary."""
     can_grow: ClassVar[bool] = False
     """Whether it can shape a tree by its own confidence (`heads.tree.DynamicTree`)."""
+    native_tensors: ClassVar[Mapping[str, str]] = {}
+    """Where targets that are born with such a drafter keep it: the beginning of a tensor's name in
+    the target's files -> its beginning in ours."""
 
     config: DrafterConfig
     shared: SharedWeights | None = None
@@ -286,6 +293,11 @@ def drafter_class(kind: str) -> type[Drafter]:
         ):
             return value
     raise AssertionError(f"heads/{kind}.py holds no Drafter with kind = {kind!r}")
+
+
+def native_prefixes() -> tuple[str, ...]:
+    """How the names of tensors begin that a target ships for a drafter of its own, of any kind."""
+    return tuple(name for kind in drafter_kinds() for name in drafter_class(kind).native_tensors)
 
 
 @dataclass

@@ -16,12 +16,13 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, LlamaConfig
+from transformers import AttentionInterface, LlamaConfig, Qwen2Config
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from heads.base import DrafterConfig, TargetIdentity
 from heads.blocks import ProductNorm
@@ -316,3 +317,13 @@ class PlainDecoderLayer(LlamaDecoderLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = ProductNorm(size, eps=eps) if input_norm else nn.Identity()
         self.post_attention_layernorm = ProductNorm(size, eps=eps)
+
+
+class BiasedDecoderLayer(Qwen2DecoderLayer):
+    """A Qwen2 layer: queries, keys and values have a bias, the attention's output has none."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        fields = {name: getattr(config, name) for name in SIZES}
+        made = Qwen2Config(**fields, num_hidden_layers=layer_idx + 1)
+        made._attn_implementation = PLANNED
+        super().__init__(made, layer_idx)

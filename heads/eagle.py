@@ -127,6 +127,7 @@ class Eagle(RecurrentDrafter):
         states_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
         plans: Sequence[Plan],
+        depth: int,
     ) -> Step:
         """fc([embed, feature]) through the layers; nothing is normed at the end."""
         x_BTD = self.fc(torch.cat([embeds_BTD, states_BTD], dim=-1))

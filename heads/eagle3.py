@@ -150,10 +150,10 @@ class Eagle3(RecurrentDrafter):
         assert self.config.aux_hidden_state_layer_ids is not None
         return Needs(captured_layers=self.config.aux_hidden_state_layer_ids)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The target's embeddings or its own."""
         if self.config.embedding == "shared":
-            return super().embed(tokens)
+            return super().embed(tokens, positions)
         own: Tensor = self.embed_tokens(tokens)
         return own
 
@@ -194,6 +194,7 @@ class Eagle3(RecurrentDrafter):
         states_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
         plans: Sequence[Plan],
+        depth: int,
     ) -> Step:
         """The fused layer; the output is normed, the state is the sum before it."""
         out_BTD = self.midlayer(embeds_BTD, states_BTD, rotary, plans)

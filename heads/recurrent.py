@@ -111,15 +111,16 @@ class RecurrentDrafter(Drafter):
         states_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
         plans: Sequence[Plan],
+        depth: int,
     ) -> Step:
-        """One draft step over slots of token embeddings and states."""
+        """Draft step `depth` (from 0) over slots of token embeddings and states."""
 
     @abstractmethod
     def with_matrix(self, output: Tensor, apply: Any) -> Any:
         """`apply(output, weight_VD)` of the output matrix, inside the module that owns it."""
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What slots read of tokens [...]: the target's embeddings, unless the kind has its own."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What slots at `positions` [...] read of tokens [...]: the target's embeddings."""
         assert self.shared is not None, "bind the drafter to its target first"
         return F.embedding(tokens, self.shared.embed_VD)
 
@@ -166,11 +167,12 @@ class RecurrentDrafter(Drafter):
         self, batch: TrainingBatch, states_BTD: Tensor, step: int, plans: Sequence[Plan]
     ) -> Step:
         """Draft step `step` of every position at once."""
-        embeds_BTD = self.embed(draft_inputs(batch.tokens_BT, step))
+        positions_BT = batch.positions_BT + step
+        embeds_BTD = self.embed(draft_inputs(batch.tokens_BT, step), positions_BT)
         if not torch.is_autocast_enabled(embeds_BTD.device.type):
             embeds_BTD = embeds_BTD.to(states_BTD.dtype)
-        rotary = self.rotary(embeds_BTD, batch.positions_BT + step)
-        return self.step(embeds_BTD, states_BTD, rotary, plans)
+        rotary = self.rotary(embeds_BTD, positions_BT)
+        return self.step(embeds_BTD, states_BTD, rotary, plans, step)
 
     def disturbed(self, states_BTD: Tensor, batch: TrainingBatch) -> Tensor:
         """The first states as training sees them; a kind may add noise."""
@@ -214,7 +216,7 @@ class RecurrentDrafter(Drafter):
             counts.append(count)
         memories = [state.memory for state in states]
         done = self.nodes_step(
-            tokens, torch.cat(firsts), positions, memories, counts, [None] * len(states)
+            tokens, torch.cat(firsts), positions, memories, counts, [None] * len(states), depth=0
         )
         last = torch.tensor(counts).cumsum(0) - 1
         return Step(done.output[last], done.state[last])
@@ -227,16 +229,18 @@ class RecurrentDrafter(Drafter):
         memories: Sequence[TreeCache],
         counts: Sequence[int],
         visible: Sequence[Tensor | None],
+        depth: int,
     ) -> Step:
-        """One step over the nodes of several requests, laid one after another [N, D]."""
+        """Draft step `depth` over the nodes of several requests, one after another [N, D]."""
         device = states_ND.device
-        embeds_ND = self.embed(torch.as_tensor(tokens, device=device))
-        rotary = self.rotary(embeds_ND, torch.tensor([list(positions)], device=device))
+        places_N = torch.tensor(list(positions), device=device)
+        embeds_ND = self.embed(torch.as_tensor(tokens, device=device), places_N)
+        rotary = self.rotary(embeds_ND, places_N[None])
         plans = [
             NodePlan([memory.tree_layers[layer] for memory in memories], counts, visible)
             for layer in range(self.num_layers)
         ]
-        done = self.step(embeds_ND[None], states_ND[None], rotary, plans)
+        done = self.step(embeds_ND[None], states_ND[None], rotary, plans, depth)
         return Step(done.output[0], done.state[0])
 
     def logits(self, output: Tensor) -> Tensor:

@@ -146,6 +146,7 @@ class Round:
             self.memories,
             [count] * len(self.roots),
             visible,
+            depth,
         )
 
     def _candidates(self, output_ND: Tensor, count: int) -> Tensor:

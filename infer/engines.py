@@ -73,13 +73,14 @@ class ServingEngine(Protocol):
 class VllmProcess:
     """vLLM in a process of its own, ended with the job.
 
-    `target` is a folder or an id; `kv_gib` the room for keys and values on a CPU.
+    `target` is a folder or an id; `drafter` None comes with it. `kv_gib` is the room for keys and
+    values on a CPU.
     """
 
     python: Path
     target: str
     revision: str | None
-    drafter: Path
+    drafter: Path | None
     method: str
     dtype: str
     max_model_len: int
@@ -106,7 +107,7 @@ class VllmProcess:
         return {
             "target": self.target,
             "revision": self.revision,
-            "drafter": os.path.abspath(self.drafter),
+            "drafter": None if self.drafter is None else os.path.abspath(self.drafter),
             "method": self.method,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,

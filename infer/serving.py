@@ -224,14 +224,15 @@ def _engine(
 ) -> ServingEngine:
     if endpoint is not None:
         return VllmServer(endpoint, settings.timeout_s)
-    python, source = find_vllm_python(), resolve(target.name)
+    python = find_vllm_python()
+    source = str(exported.folder) if exported.whole else resolve(target.name)
     depth = settings.num_speculative_tokens or exported.drafter.max_depth or DEFAULT_DEPTH
     longest = max((_needed(q, settings, depth) for q in questions), default=0)
     return VllmProcess(
         python=python,
         target=str(Path(source).resolve()) if Path(source).is_dir() else source,
-        revision=target.revision,
-        drafter=exported.folder,
+        revision=None if exported.whole else target.revision,
+        drafter=None if exported.whole else exported.folder,
         method=exported.method,
         dtype=str(target.dtype).removeprefix("torch."),
         max_model_len=min(target.max_positions, max(2048, longest)),

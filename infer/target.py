@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from heads.base import Needs, SharedWeights, TargetIdentity
+from heads.base import Needs, SharedWeights, TargetIdentity, native_prefixes
 from heads.cache import TreeCache
 from heads.decoder import decoder_fields
 from heads.errors import UserError
@@ -127,9 +127,15 @@ class TargetModel:
     @cached_property
     def shared(self) -> SharedWeights:
         """The frozen tensors that drafters read: the same objects each time, so casts are kept."""
-        return SharedWeights(
-            self.lm_head.weight.detach(), self.model.get_input_embeddings().weight.detach()
-        )
+        embed_VD = self.model.get_input_embeddings().weight.detach()
+        return SharedWeights(self.lm_head.weight.detach(), embed_VD, self._final_norm())
+
+    @torch.no_grad()
+    def _final_norm(self) -> Tensor | None:
+        """The scale of the final norm, whatever its class makes of its weight: that of ones."""
+        norm = getattr(self.decoder, "norm", None)
+        ones_D = torch.ones(self.config.hidden_size, device=self.device, dtype=self.dtype)
+        return None if norm is None else norm(ones_D)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -312,8 +318,13 @@ def _weights_digest(target: TargetModel) -> str:
 
 
 def _refuse_partial(name: str, loading: dict[str, Any]) -> None:
-    """A model whose file holds other tensors than its config asks for would run on random ones."""
-    missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    """A model whose file holds other tensors than its config asks for would run on random ones.
+
+    Those of a drafter that it was born with are no part of it.
+    """
+    own = native_prefixes()
+    missing = sorted(loading["missing_keys"])
+    extra = sorted(key for key in loading["unexpected_keys"] if not key.startswith(own))
     if missing or extra:
         raise UserError(
             f"target {name!r}: its weights do not fit its config: "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.base import Criterion, Drafter, TrainingBatch
 from heads.errors import UserError
-from train.recipe import Recipe
+from train.recipe import LossSection, Recipe
 
 PATIENCE = timedelta(hours=24)
 """How long processes wait for the first one, which alone answers prompts and runs the tree loop."""
@@ -69,13 +69,13 @@ def _prepare_deepspeed(cpu: bool) -> None:
 class Forward(nn.Module):
     """The module that engines wrap: a drafter's training forward, reduced to what they may see.
 
-    Gives the objective, sum over draft steps k of step_decay^k * loss_sum_k, and the sums [S, 2+K]
+    Gives the objective, the draft steps' weighted loss sums in one, and the sums [S, 2+K]
     of the S draft steps: plain loss sum, supervised positions, rank counts (float64, detached).
     """
 
-    def __init__(self, drafter: Drafter, precision: str, step_decay: float) -> None:
+    def __init__(self, drafter: Drafter, precision: str, loss: LossSection) -> None:
         super().__init__()
-        self.drafter, self.step_decay = drafter, step_decay
+        self.drafter, self.loss = drafter, loss
         self.autocast = precision == "bf16"
 
     def forward(self, batch: TrainingBatch, criterion: Criterion) -> tuple[Tensor, Tensor]:
@@ -85,8 +85,8 @@ class Forward(nn.Module):
             steps = self.drafter(batch, criterion)
         objective = batch.tokens_BT.new_zeros((), dtype=torch.float32)
         rows = []
-        for k, step in enumerate(steps):
-            objective = objective + self.step_decay**k * step.loss_sum
+        for weight, step in zip(self.loss.step_weights(len(steps)), steps, strict=True):
+            objective = objective + weight * step.loss_sum
             counts = torch.cat([step.num_positions[None], step.rank_counts_K])
             rows.append(torch.cat([step.plain_sum.detach()[None].double(), counts.double()]))
         return objective, torch.stack(rows)
@@ -111,7 +111,7 @@ class Engine:
             )
         self._fill_deepspeed()
         self.parameter_counts = [p.numel() for p in drafter.parameters()]
-        module = Forward(drafter.to(self.device), recipe.precision, recipe.loss.step_decay)
+        module = Forward(drafter.to(self.device), recipe.precision, recipe.loss)
         self.model, self.optimizer = self.accelerator.prepare(module, self._optimizer())
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from distill.store import write_whole
 from heads.errors import UserError
 from train.engine import Engine
-from train.recipe import Recipe, flatten
+from train.recipe import LossSection, Recipe, flatten
 
 METRICS = "metrics.jsonl"
 EXTRAS = {"wandb": "outrider[wandb]", "tensorboard": "tensorboard"}
@@ -60,12 +60,12 @@ def step_losses(sums_SX: Tensor) -> list[float]:
     return means
 
 
-def objective(sums_SX: Tensor, step_decay: float) -> float:
+def objective(sums_SX: Tensor, loss: LossSection) -> float:
     """The steps' weighted loss sums over the first step's positions.
 
     What is minimised, unless conversations count alike: here every position does.
     """
-    weights = step_decay ** torch.arange(len(sums_SX), dtype=torch.float64)
+    weights = torch.tensor(loss.step_weights(len(sums_SX)), dtype=torch.float64)
     return float((weights * sums_SX[:, 0]).sum() / sums_SX[0, 1].clamp(min=1))
 
 

@@ -58,13 +58,15 @@ class DataSection(Strict):
 class LossSection(Strict):
     """Losses by name with their weights (0 leaves one out); draft step k weighs `step_decay ** k`.
 
-    `temperature` softens both distributions of losses with a teacher; `top_k` is how many of the
-    teacher's best tokens topk_ce reads. `per_sequence`: every conversation counts alike, whatever
-    its length; else every supervised position does.
+    `normalise_steps` divides the steps' weights by their sum. `temperature` softens both
+    distributions of losses with a teacher; `top_k` is how many of the teacher's best tokens topk_ce
+    reads. `per_sequence`: every conversation counts alike, whatever its length; else every
+    supervised position does.
     """
 
     terms: dict[str, float] = Field(default_factory=lambda: {"ce": 1.0})
     step_decay: float = Field(default=0.8, gt=0)
+    normalise_steps: bool = False
     temperature: float = 1.0
     chunk_size: int = 512
     top_k: int = 10
@@ -76,6 +78,14 @@ class LossSection(Strict):
         return LossSettings(
             self.terms, self.temperature, self.chunk_size, self.top_k, self.per_sequence
         )
+
+    def step_weights(self, steps: int) -> list[float]:
+        """What each of so many draft steps weighs.
+
+        step_decay 0.6, normalise_steps, 3 steps  ->  [0.51, 0.31, 0.18]
+        """
+        weights = [self.step_decay**k for k in range(steps)]
+        return [w / sum(weights) for w in weights] if self.normalise_steps else weights
 
     @model_validator(mode="after")
     def _is_known(self) -> "LossSection":
@@ -145,7 +155,8 @@ class SaveSection(Strict):
 class Recipe(Strict):
     """A training run. `drafter` holds the fields of the kind's own config.
 
-    `start`: a drafter to go on from, a folder (ours, exported or public) or a model hub id.
+    `start`: a drafter to go on from, a folder (ours, exported or public), a model hub id, or
+    `target` for the drafter that the target itself ships.
     """
 
     target: TargetSection = TargetSection()

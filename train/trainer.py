@@ -267,7 +267,7 @@ class Run:
             "kind": "train",
             "step": self.step,
             "planned_steps": self.pace.planned_steps(self.step, self.elapsed_s),
-            "loss": objective(sums, self.recipe.loss.step_decay),
+            "loss": objective(sums, self.recipe.loss),
             "losses": step_losses(sums),
             "acc@1": [row[0] for row in accuracies(sums)],
             "tau": self.tau,
@@ -296,12 +296,12 @@ class Run:
             if best:
                 save_drafter(found.checkpoint, self.recipe.output / "best")
         meter, self.since_eval = self.since_eval, Meter()
-        decay, sums = self.recipe.loss.step_decay, meter.sums_SX
+        loss, sums = self.recipe.loss, meter.sums_SX
         record = {
             "kind": "eval",
             "step": self.step,
-            "train_loss": None if sums is None else objective(sums, decay),
-            "val_loss": objective(found.sums_SX[: self.engine.drafter.trained_steps], decay),
+            "train_loss": None if sums is None else objective(sums, loss),
+            "val_loss": objective(found.sums_SX[: self.engine.drafter.trained_steps], loss),
             "train_losses": None if sums is None else step_losses(sums),
             "val_losses": step_losses(found.sums_SX),
             "accuracies_HK": accuracies(found.sums_SX),

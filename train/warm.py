@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from heads.base import Drafter, DrafterConfig
 from heads.errors import UserError
 from heads.vocab import VocabMap, label
+from infer.native import native_drafter
 from infer.opening import checkpoint_of, read_drafter
 from infer.target import TargetModel
 from train.recipe import Recipe
+
+OWN = "target"
+"""The start that means the drafter which the target itself ships."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,7 @@ def warm_start(recipe: Recipe, kind: str, target: TargetModel) -> WarmStart | No
     """
     if recipe.start is None:
         return None
-    found = read_drafter(recipe.start)
-    if found is None:
-        raise UserError(f"start {recipe.start} needs no training; give a drafter that was trained")
-    notes: list[str] = []
-    drafter = checkpoint_of(found, target, notes.append).drafter
+    drafter, notes = _opened(recipe, kind, target)
     if drafter.kind != kind:
         raise UserError(
             f"start {recipe.start} is a drafter of kind {drafter.kind!r}, this run trains "
@@ -58,6 +58,18 @@ def warm_start(recipe: Recipe, kind: str, target: TargetModel) -> WarmStart | No
     vocab = None if ids is None else VocabMap(ids.cpu(), target.identity.vocab_size)
     notes.append(f"starts with the drafter {recipe.start}")
     return WarmStart(recipe.start, drafter, vocab, notes)
+
+
+def _opened(recipe: Recipe, kind: str, target: TargetModel) -> tuple[Drafter, list[str]]:
+    assert recipe.start is not None
+    if recipe.start == OWN:
+        native, notes = native_drafter(recipe.drafter_config(kind), target)
+        return native.drafter, notes
+    found = read_drafter(recipe.start)
+    if found is None:
+        raise UserError(f"start {recipe.start} needs no training; give a drafter that was trained")
+    notes = []
+    return checkpoint_of(found, target, notes.append).drafter, notes
 
 
 def _continued(

@@ -81,18 +81,24 @@ def dtype_named(name: object, where: str) -> torch.dtype:
     return dtype
 
 
-def prove_files(folder: Path, expected: Callable[[Mapping[str, Any]], Expected]) -> None:
+def prove_files(
+    folder: Path,
+    expected: Callable[[Mapping[str, Any]], Expected],
+    more_files: Iterable[str] = (),
+) -> None:
     """Prove a folder complete and exact, or raise UserError with every fault found.
 
-    `expected` gives the tensors that a config promises. Nothing may be missing or extra; shapes,
-    dtypes and values are checked. Where the folder lies is another question (`Traps`).
+    `expected` gives the tensors that a config promises; `more_files` may lie there as well. Nothing
+    else may be missing or extra; shapes, dtypes and values are checked. Where the folder lies is
+    another question (`Traps`).
     """
     try:
         specs = expected(read_config(folder))
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / CONFIG} lacks a key or holds a wrong one: {error!r}") from None
+    known = {*FILES, *more_files}
     found = sorted(path.name for path in folder.iterdir())
-    faults = [f"file {name} is no part of the contract" for name in found if name not in FILES]
+    faults = [f"file {name} is no part of the contract" for name in found if name not in known]
     faults += list(_tensor_faults(folder / WEIGHTS, specs))
     if faults:
         raise UserError(

@@ -9,7 +9,7 @@ Shapes: D hidden size, V target vocabulary.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from heads.base import (
     drafter_class,
     fill,
 )
+from heads.decoder import SIZES
 from heads.errors import UserError
 from infer.export.public_forms import recognised
 
@@ -46,7 +47,7 @@ class Exported:
     """A drafter out of a folder, not bound yet: `target` is what it was made for.
 
     `method` is the engine's name for its kind; `lm_head_VD` is the target's output matrix as the
-    folder ships it, None where it ships none.
+    folder ships it, None where it ships none. `whole`: the folder is target and drafter in one.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Exported:
     drafter: Drafter
     target: TargetIdentity
     lm_head_VD: Tensor | None
+    whole: bool = False
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -68,7 +70,7 @@ class Exported:
         """
         drafter = self.drafter.to(device=device, dtype=dtype)
         matrix_VD = shared.lm_head_VD if self.lm_head_VD is None else self.lm_head_VD
-        drafter.bind(SharedWeights(matrix_VD.to(device=device, dtype=dtype), shared.embed_VD))
+        drafter.bind(replace(shared, lm_head_VD=matrix_VD.to(device=device, dtype=dtype)))
         return drafter.eval()
 
 
@@ -112,8 +114,29 @@ def _read_decoder(
     return Exported(folder, form.kind, form.drafter(target), target, None)
 
 
+def _read_whole(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: TargetIdentity, folder: Path
+) -> Exported:
+    """A MiMo folder: the head's tensors are the drafter, the others the target."""
+    prefix = "model."
+    own = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(f"{prefix}mtp_layers.")
+    }
+    cls = drafter_class("mtp")
+    settings = cls.Config.model_validate(
+        {name: config[name] for name in SIZES}
+        | {"rope": config["rope_parameters"], "num_modules": config["num_nextn_predict_layers"]}
+    )
+    drafter = cls.blank(settings, target)
+    fill(drafter, own, str(folder))
+    return Exported(folder, "mtp", drafter, target, tensors["lm_head.weight"], whole=True)
+
+
 READERS: dict[str, Callable[..., Exported]] = {
     "MedusaModel": _read_medusa,
     "LlamaForCausalLM": _read_decoder,
     "LlamaForCausalLMEagle3": _read_decoder,
+    "MiMoForCausalLM": _read_whole,
 }

@@ -1,19 +1,21 @@
 """Drafters in the form that vLLM serves (read from and run on vLLM 0.32.0).
 
 vLLM drafts a chain, and `num_speculative_tokens` may not exceed the drafter's depth. It is started
-with `speculative_config={"method": ..., "model": FOLDER, "num_speculative_tokens": K}`.
+with `speculative_config={"method": ..., "model": FOLDER, "num_speculative_tokens": K}`, or with the
+folder as its model and no other in that config where target and drafter are one folder.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heads.base import Checkpoint, SharedWeights
+from heads.base import Checkpoint
 from heads.errors import UserError
 from heads.files import whole_folder
-from infer.export import contract, vllm_eagle, vllm_eagle3, vllm_medusa
+from infer.export import contract, vllm_eagle, vllm_eagle3, vllm_medusa, vllm_mtp
 from infer.export.contract import Expected, Traps
 from infer.export.form import TARGET_KEY, Form
+from infer.target import TargetModel
 
 ENGINE = "vllm"
 TRAPS = Traps(
@@ -22,12 +24,12 @@ TRAPS = Traps(
 
 
 def export_vllm(
-    checkpoint: Checkpoint, shared: SharedWeights | None, out: Path, dtype: str | None = None
+    checkpoint: Checkpoint, target: TargetModel | None, out: Path, dtype: str | None = None
 ) -> Path:
     """Write `out`, proven complete, or raise UserError and leave nothing.
 
-    `shared` holds the target's tensors (see `needs_target`); `dtype` that of every floating-point
-    tensor written, the drafter's own when None.
+    `target` is there where its tensors are written too (`needs_target`); `dtype` is that of every
+    floating-point tensor written, the drafter's own when None.
     """
     form = form_of(checkpoint)
     TRAPS.refuse(out, form.method)
@@ -39,11 +41,14 @@ def export_vllm(
     }
     tensors = {
         name: tensor.to(written) if tensor.is_floating_point() else tensor
-        for name, tensor in form.tensors(checkpoint, shared).items()
+        for name, tensor in form.tensors(checkpoint, target).items()
     }
     with whole_folder(out) as folder:
         contract.write_files(folder, config, tensors)
-        contract.prove_files(folder, expected_tensors)
+        if form.write_more is not None:
+            assert target is not None
+            form.write_more(target, folder)
+        contract.prove_files(folder, expected_tensors, form.more_files)
     return out
 
 
@@ -69,15 +74,11 @@ def expected_tensors(config: Mapping[str, Any]) -> Expected:
     return _form_in(config).expected(config)
 
 
-def method_of(config: Mapping[str, Any]) -> str:
-    """The speculative method that a written config is served with."""
-    return _form_in(config).method
-
-
 def prove_vllm(folder: Path) -> None:
     """Prove an exported folder complete, exact, and served by the method that it is written for."""
-    TRAPS.refuse(folder, method_of(contract.read_config(folder)))
-    contract.prove_files(folder, expected_tensors)
+    form = _form_in(contract.read_config(folder))
+    TRAPS.refuse(folder, form.method)
+    contract.prove_files(folder, expected_tensors, form.more_files)
 
 
 def _form_in(config: Mapping[str, Any]) -> Form:
@@ -92,7 +93,12 @@ def _form_in(config: Mapping[str, Any]) -> Form:
     )
 
 
-FORMS = {"medusa": vllm_medusa.FORM, "eagle": vllm_eagle.FORM, "eagle3": vllm_eagle3.FORM}
+FORMS = {
+    "medusa": vllm_medusa.FORM,
+    "eagle": vllm_eagle.FORM,
+    "eagle3": vllm_eagle3.FORM,
+    "mtp": vllm_mtp.FORM,
+}
 NO_FOLDER = {
     "ngram": 'it has no tensors; start vLLM with the method "ngram" and no model',
 }

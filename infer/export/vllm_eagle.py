@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Checkpoint, SharedWeights
+from heads.base import Checkpoint
 from infer.export.contract import Expected, TensorSpec
 from infer.export.decoder_layers import (
     MODEL_TYPE,
@@ -23,6 +23,7 @@ from infer.export.decoder_layers import (
     with_zero_biases,
 )
 from infer.export.form import Form, needs_nothing
+from infer.target import TargetModel
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -34,7 +35,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _tensors(checkpoint: Checkpoint, shared: SharedWeights | None) -> dict[str, Tensor]:
+def _tensors(checkpoint: Checkpoint, target: TargetModel | None) -> dict[str, Tensor]:
     return with_zero_biases(dict(checkpoint.drafter.state_dict()), checkpoint.drafter.config)
 
 

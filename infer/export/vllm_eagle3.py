@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import Checkpoint, SharedWeights
+from heads.base import Checkpoint
 from infer.export.contract import Expected, TensorSpec
 from infer.export.decoder_layers import (
     MODEL_TYPE,
@@ -24,6 +24,7 @@ from infer.export.decoder_layers import (
     with_zero_biases,
 )
 from infer.export.form import Form, needs_nothing
+from infer.target import TargetModel
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -48,7 +49,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _tensors(checkpoint: Checkpoint, shared: SharedWeights | None) -> dict[str, Tensor]:
+def _tensors(checkpoint: Checkpoint, target: TargetModel | None) -> dict[str, Tensor]:
     """The drafter's own, its draft ids as `d2t`: target id = draft id + d2t[draft id].
 
     vLLM has no place for it when the draft vocabulary is the whole one.

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Checkpoint, SharedWeights
+from heads.base import Checkpoint
 from infer.export import contract
 from infer.export.contract import Expected, TensorSpec
 from infer.export.form import Form
+from infer.target import TargetModel
 
 ARCHITECTURE = "MedusaModel"
 
@@ -31,7 +32,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _tensors(checkpoint: Checkpoint, shared: SharedWeights | None) -> dict[str, Tensor]:
+def _tensors(checkpoint: Checkpoint, target: TargetModel | None) -> dict[str, Tensor]:
     """Residual blocks and output matrices.
 
     vLLM 0.32.0 has a `token_map` for draft vocabularies and refuses it when it proves that every
@@ -41,11 +42,10 @@ def _tensors(checkpoint: Checkpoint, shared: SharedWeights | None) -> dict[str, 
     tensors = dict(checkpoint.drafter.state_dict())
     draft_ids_Vd = tensors.pop("draft_ids", None)
     if _needs_target(checkpoint):
-        assert shared is not None, "the target's lm_head is part of this folder"
+        assert target is not None, "the target's lm_head is part of this folder"
+        matrix_VD = target.shared.lm_head_VD
         tensors["lm_head.weight"] = (
-            shared.lm_head_VD
-            if draft_ids_Vd is None
-            else never_chosen_outside(shared.lm_head_VD, draft_ids_Vd)
+            matrix_VD if draft_ids_Vd is None else never_chosen_outside(matrix_VD, draft_ids_Vd)
         )
     return tensors
 

@@ -43,6 +43,10 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"attention_bias": True, "embedding": "own"}),
     ("eagle3", {"aux_hidden_state_layer_ids": (1, 3), "draft_vocab_size": 40}),
     ("eagle3", {"rope": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    ("mtp", {}),
+    ("mtp", {"num_modules": 2}),
+    ("mtp", {"num_modules": 3, "num_key_value_heads": 1, "head_dim": 16}),
+    ("mtp", {"target_state": "after_norm"}),
 ]
 TEXT = torch.tensor([[1, 20, 21, 22, 20, 30, 41, 22, 1, 50, 51, 20, 52, 53, 0, 0]])
 SEGMENTS = torch.tensor([[1] * 8 + [2] * 6 + [0] * 2])
@@ -102,12 +106,18 @@ def drafted(
     tokens = batch.tokens_BT[0].tolist()
     count = at + 1 - start
     done = drafter.nodes_step(
-        tokens[start + 1 : at + 2], first, range(count), [memory], [count], [None]
+        tokens[start + 1 : at + 2], first, range(count), [memory], [count], [None], 0
     )
     steps = [Step(done.output[-1:], done.state[-1:])]
     for step in range(1, step_count):
         done = drafter.nodes_step(
-            [tokens[at + 1 + step]], steps[-1].state, [count - 1 + step], [memory], [1], [None]
+            [tokens[at + 1 + step]],
+            steps[-1].state,
+            [count - 1 + step],
+            [memory],
+            [1],
+            [None],
+            step,
         )
         steps.append(done)
     return steps
@@ -223,10 +233,10 @@ def log_probs_after(
     memory = TreeCache(drafter.num_layers, 4)
     first = drafter.first_states(state.hidden_TD, state.captured_TAD)
     count = len(text) - 1
-    done = drafter.nodes_step(text[1:], first, range(count), [memory], [count], [None])
+    done = drafter.nodes_step(text[1:], first, range(count), [memory], [count], [None], 0)
     for depth, token in enumerate(path, start=1):
         done = drafter.nodes_step(
-            [token], done.state[-1:], [count - 1 + depth], [memory], [1], [None]
+            [token], done.state[-1:], [count - 1 + depth], [memory], [1], [None], depth
         )
     return drafter.logits(done.output[-1]).log_softmax(-1)
 
@@ -378,6 +388,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple"),
     ("eagle", {"hidden_size": 48}, "drafter.hidden_size 48.*32"),
     ("eagle", {"draft_vocab_size": 40}, "whole vocabulary"),
+    ("mtp", {"hidden_size": 48}, "drafter.hidden_size 48.*32"),
+    ("mtp", {"draft_vocab_size": 40}, "whole vocabulary"),
+    ("mtp", {"attention_bias": True}, "always have a bias"),
+    ("mtp", {"num_modules": 4}, "num_modules 4.*num_steps 3"),
 ]
 
 
@@ -414,3 +428,42 @@ def test_feature_noise_is_for_training_only_and_wider_in_short_conversations(
     noise = (drafter.disturbed(batch.hidden_BTD, batch) - batch.hidden_BTD).abs()
     assert 0 < noise[0, :8].max() <= 0.1 * 512 / 8
     assert 0.1 * 512 / 8 < noise[0, 8:14].max() <= 0.1 * 512 / 6
+
+
+@torch.no_grad()
+def test_an_mtp_slot_at_position_0_reads_no_token(tiny_target: TargetModel) -> None:
+    """The first slot of a conversation holds its second token: any other gives the same states."""
+    drafter = made(tiny_target, "mtp")
+    batch = packed(tiny_target, drafter)
+    whole = unrolled(drafter, batch)[0].state
+    for place, seen in ((1, False), (9, False), (2, True), (10, True)):
+        tokens_BT = batch.tokens_BT.clone()
+        tokens_BT[0, place] += 1
+        other = unrolled(drafter, replace(batch, tokens_BT=tokens_BT))[0].state
+        assert torch.equal(other, whole) != seen
+
+
+@torch.no_grad()
+def test_an_mtp_module_serves_its_own_step_and_the_last_one_all_beyond(
+    tiny_target: TargetModel,
+) -> None:
+    drafter: Any = made(tiny_target, "mtp", num_modules=2)
+    batch = packed(tiny_target, drafter)
+    before = unrolled(drafter, batch)
+    drafter.mtp_layers[1].final_layernorm.weight.mul_(2)
+    after = unrolled(drafter, batch)
+    same_states = [torch.equal(a.state, b.state) for a, b in zip(before, after, strict=True)]
+    assert same_states == [True, False, False, False]
+
+
+@torch.no_grad()
+def test_an_mtp_head_starts_by_handing_on_the_targets_last_state(tiny_target: TargetModel) -> None:
+    """Through its own final norm that is the target's: the start is at the scale of its logits."""
+    cls = drafter_class("mtp")
+    drafter: Any = cls.create(cls.Config(kind="mtp"), tiny_target.identity, tiny_target.shared)
+    norm = tiny_target.model.model.norm
+    torch.testing.assert_close(drafter.mtp_layers[0].final_layernorm.weight, norm.weight)
+    states = tiny_target.forward(TEXT, needs=drafter.needs)
+    assert states.captured_BNAD is not None
+    first = drafter.first_states(None, states.captured_BNAD)
+    torch.testing.assert_close(norm(first), states.hidden_BND)

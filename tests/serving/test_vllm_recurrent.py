@@ -14,8 +14,8 @@ from tests.serving.test_vllm_parity import assert_same_figures, show
 
 pytestmark = pytest.mark.serving
 
-FORMS = ["plain", "fused", "reduced"]
-DEPTHS = (1, 2, 3, 4, 5)
+FORMS = ["plain", "fused", "reduced", "whole"]
+DEPTHS = {form: (1, 2, 3, 4, 5) for form in FORMS} | {"whole": (1, 3, 5)}
 
 
 def questions(target: TargetModel, num: int) -> list[Question]:
@@ -23,8 +23,7 @@ def questions(target: TargetModel, num: int) -> list[Question]:
     return load_questions(PROMPTS, target, per_category=1 + num // 8)[:num]
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "depth"), [(form, k) for form in FORMS for k in DEPTHS[form]])
 def test_float32_acceptance_in_vllm_is_ours(
     form: str, depth: int, exported_by_form: Callable[[str], Path], target: TargetModel
 ) -> None:

@@ -9,6 +9,7 @@ from tests.train.runs import Recipes
 from train.pacing import Pace
 from train.recipe import (
     CONFIGS,
+    LossSection,
     OptimizerSection,
     StopSection,
     differences,
@@ -112,3 +113,10 @@ def test_wall_clock_and_steps_shape_one_schedule() -> None:
     assert both.planned_steps(50, 15) == 100
     assert both.planned_steps(30, 30) == 60
     assert both.remaining_s(30, 30) == pytest.approx(30)
+
+
+def test_weights_of_draft_steps_decay_and_sum_to_one_where_asked() -> None:
+    """FastMTP's (2509.18362): 0.6^k over their sum."""
+    loss = LossSection(step_decay=0.6, normalise_steps=True)
+    assert [round(weight, 2) for weight in loss.step_weights(3)] == [0.51, 0.31, 0.18]
+    assert LossSection(step_decay=0.5).step_weights(3) == [1.0, 0.5, 0.25]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from heads.base import load_drafter
 from infer.export import export_drafter
 from infer.target import TargetModel
+from tests.infer.test_native import born_with, head_tensors
 from tests.train.runs import Recipes, make_rows, train_here, write_store
 
 SOFT = {"terms": {"forward_kl": 1.0}}
@@ -41,8 +42,10 @@ def records(output: Path, kind: str) -> list[dict[str, Any]]:
         ("eagle", {"num_steps": 3}, {"terms": {"smooth_l1": 1.0, "topk_ce": 1.0}}),
         ("eagle3", {"draft_vocab_size": 90}, SOFT | {"per_sequence": True}),
         ("eagle3", {"num_steps": 2, "norm_before_residual": True}, {"terms": {"lk_hybrid": 1.0}}),
+        ("mtp", {}, SOFT | {"step_decay": 0.6, "normalise_steps": True}),
+        ("mtp", {"num_modules": 2, "target_state": "after_norm"}, {"terms": {"ce": 1.0}}),
     ],
-    ids=["features", "alignment", "reduced", "full"],
+    ids=["features", "alignment", "reduced", "full", "recursive", "modules"],
 )
 def test_a_run_learns_and_measures_deeper_than_it_trains(
     kind: str, drafter: dict[str, Any], loss: dict[str, Any], recipes: Recipes
@@ -131,3 +134,37 @@ def test_a_warm_start_that_does_not_fit_is_refused(
     assert "reduced:90:" in message and "stand for other tokens" in message
     assert "no such drafter" in refused("eagle3", capsys, second, f"start={tmp_path}/nothing")
     assert not (tmp_path / "second").exists()
+
+
+def test_a_run_goes_on_from_the_head_that_its_target_ships(
+    recipes: Recipes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is loaded whole, then moves; and is exported with its target."""
+    folder = born_with(tmp_path / "born")
+    target = TargetModel.load(str(folder), dtype="float32", device="cpu")
+    store = write_store(tmp_path / "data", target)
+    fields: dict[str, Any] = {
+        "target": {"name": str(folder), "dtype": "float32", "device": "cpu"},
+        "data": {"path": str(store), "validation_share": 0.2, "sequence_length": 64},
+        "drafter": {},
+        "loss": SOFT | {"step_decay": 0.6},
+        "start": "target",
+    }
+    still = {"lr": 1e-12, "micro_batch": 1, "schedule": "constant", "warmup": 0}
+    output = run("mtp", recipes("still", stop={"max_steps": 1}, optimizer=still, **fields))
+    assert "starts with the drafter target" in capsys.readouterr().out
+    own = head_tensors()
+    for name, tensor in load_file(output / "best" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, own[f"model.{name}"], rtol=0, atol=1e-9)
+    tuned = run("mtp", recipes("tuned", stop={"max_steps": 20}, **fields))
+    losses = [line["loss"] for line in records(tuned, "train")]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    out = export_drafter(
+        load_drafter(tuned / "best"), "vllm", tmp_path / "served", lambda: target, "float32"
+    )
+    merged = load_file(out / "model.safetensors")
+    assert not torch.equal(
+        merged["model.mtp_layers.0.input_proj.weight"], own["model.mtp_layers.0.input_proj.weight"]
+    )
+    message = refused("eagle3", capsys, recipes("other", **fields))
+    assert "ships no drafter of kind 'eagle3'" in message
