@@ -72,10 +72,16 @@ class Contract(Strict):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained)."""
+    """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained).
+
+    `model` and `tokenizer` are the target's own, as transformers gives them, for kinds that are
+    made from a whole target; None where only the tensors are at hand.
+    """
 
     lm_head_VD: Tensor
     embed_VD: Tensor
+    model: Any = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,8 @@ class Drafter(nn.Module, ABC):
     """Whether it can draft over a draft vocabulary."""
     can_grow: ClassVar[bool] = False
     """Whether it can shape a tree by its own confidence (`heads.tree.DynamicTree`)."""
+    can_write: ClassVar[bool] = False
+    """Whether it is a language model that can answer a prompt by itself (`heads.base.Writer`)."""
 
     config: DrafterConfig
     shared: SharedWeights | None = None
@@ -268,7 +276,7 @@ def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {
         *("__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"),
-        *("recurrent", "rounds", "decoder", "cache"),
+        *("recurrent", "rounds", "decoder", "cache", "students", "adapters"),
     }
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 

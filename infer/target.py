@@ -127,9 +127,8 @@ class TargetModel:
     @cached_property
     def shared(self) -> SharedWeights:
         """The frozen tensors that drafters read: the same objects each time, so casts are kept."""
-        return SharedWeights(
-            self.lm_head.weight.detach(), self.model.get_input_embeddings().weight.detach()
-        )
+        embed_VD = self.model.get_input_embeddings().weight.detach()
+        return SharedWeights(self.lm_head.weight.detach(), embed_VD, self.model, self.tokenizer)
 
     @property
     def end_tokens(self) -> frozenset[int]:
