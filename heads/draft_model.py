@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads.adapters import Lora, adapt, is_adapter, plain_name
+from heads.adapters import Lora, adapt, is_adapter, merged, plain_name
 from heads.align import own_states
 from heads.base import (
     Criterion,
@@ -39,6 +39,7 @@ from heads.students import (
     cut_student,
     fields_from,
     load_student,
+    names_in,
     new_decoder,
     refuse_undrivable,
     refuse_unfit,
@@ -168,6 +169,22 @@ class DraftModel(SteppingDrafter):
             module = self.get_submodule(owner)
             setattr(module, last, value.to(getattr(module, last).device))
         return self
+
+    def ordinary(self, shared: SharedWeights) -> dict[str, Tensor]:
+        """Its tensors as transformers names them in a folder; adapters are merged."""
+        assert self.config.transformer is not None
+        names, _ = names_in(self.config.transformer)
+        own = merged(self.state_dict(), self.config.lora)
+        found = {
+            f"{names.decoder}{name.removeprefix('decoder.')}": tensor
+            for name, tensor in own.items()
+            if name.startswith("decoder.")
+        }
+        if self.config.shares:
+            found[names.embed] = shared.embed_VD
+        if names.head is not None:
+            found[names.head] = shared.lm_head_VD if self.config.shares else own["lm_head.weight"]
+        return found
 
     @property
     def needs(self) -> Needs:

@@ -7,9 +7,9 @@ Shapes: D hidden size, I intermediate size, V vocabulary.
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -105,7 +105,8 @@ def _check_mlp(size: int, config: Any, decoder: Any, target: TargetIdentity) -> 
 
 def _cut_tensors(model: Any, kept: list[int], mlp: int | None) -> Iterator[tuple[str, Tensor]]:
     """The state dict of the cut model: kept layers renumbered, MLPs narrowed."""
-    prefix = f"{_prefix(model)}layers."
+    decoder = model.get_decoder()
+    prefix = next(f"{n}.layers." for n, module in model.named_modules() if module is decoder)
     tensors = model.state_dict()
     for name, tensor in tensors.items():
         if not name.startswith(prefix):
@@ -115,12 +116,6 @@ def _cut_tensors(model: Any, kept: list[int], mlp: int | None) -> Iterator[tuple
         found = {n.removeprefix(old): t for n, t in tensors.items() if n.startswith(old)}
         for name, tensor in (found if mlp is None else _narrowed(found, mlp)).items():
             yield f"{prefix}{place}.{name}", tensor
-
-
-def _prefix(model: Any) -> str:
-    """What stands before the decoder's names in a model's state dict."""
-    decoder = model.get_decoder()
-    return next(f"{name}." for name, module in model.named_modules() if module is decoder)
 
 
 def _narrowed(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
@@ -244,13 +239,16 @@ def new_decoder(fields: dict[str, Any]) -> Any:
     return AutoModel.from_config(planned(config_of(fields)))
 
 
-def is_ordinary(folder: Path) -> bool:
-    """Whether a folder's config is one of a causal LM that transformers knows by itself."""
+def is_ordinary(folder: Path, names: Collection[str]) -> bool:
+    """Whether a folder with tensors of these names is a causal LM that transformers knows."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except LOADING_ERRORS:
         return False
-    return type(config) in AutoModelForCausalLM._model_mapping
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return False
+    found, _ = names_in(student_fields(config.get_text_config()))
+    return found.embed in names and "fc.weight" not in names
 
 
 def refuse_undrivable(model: Any) -> None:
@@ -269,3 +267,36 @@ def refuse_undrivable(model: Any) -> None:
             f"{type(model.get_input_embeddings()).__name__}; only full attention and plain "
             "embeddings are followed here: take another student"
         )
+
+
+class Names(NamedTuple):
+    """How an ordinary folder of a student names things; `head` is None where it is the embedding.
+
+    `decoder` ends with a dot.
+    """
+
+    architecture: str
+    decoder: str
+    embed: str
+    head: str | None
+
+
+def names_in(fields: dict[str, Any]) -> tuple[Names, dict[str, tuple[int, ...]]]:
+    """The names of such a folder, and every tensor that it holds with its shape."""
+    with torch.device("meta"):
+        model = new_student(fields)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    named: dict[str, Any] = dict(model.named_modules())
+
+    def name_of(module: Any) -> str:
+        return next(name for name, found in named.items() if found is module)
+
+    decoder, embed, head = (
+        name_of(found())
+        for found in (model.get_decoder, model.get_input_embeddings, model.get_output_embeddings)
+    )
+    tied = bool(model.config.tie_word_embeddings)
+    if tied:
+        shapes = {name: shape for name, shape in shapes.items() if name != f"{head}.weight"}
+    last = None if tied else f"{head}.weight"
+    return Names(type(model).__name__, f"{decoder}.", f"{embed}.weight", last), shapes

@@ -1,4 +1,4 @@
-"""Train a draft model: `accelerate launch train/draft_model.py [--config FILE] [key.sub=value ..]`."""
+"""Train a draft model: `accelerate launch train/draft_model.py [--config F] [key.sub=value ..]`."""
 
 import sys
 from pathlib import Path

@@ -11,7 +11,7 @@ from typing import Any
 from heads.base import Checkpoint, SharedWeights
 from heads.errors import UserError
 from heads.files import whole_folder
-from infer.export import contract, vllm_eagle, vllm_eagle3, vllm_medusa
+from infer.export import contract, vllm_draft_model, vllm_eagle, vllm_eagle3, vllm_medusa
 from infer.export.contract import Expected, Traps
 from infer.export.form import TARGET_KEY, Form
 
@@ -43,7 +43,9 @@ def export_vllm(
     }
     with whole_folder(out) as folder:
         contract.write_files(folder, config, tensors)
-        contract.prove_files(folder, expected_tensors)
+        if form.write_beside is not None:
+            form.write_beside(shared, folder)
+        contract.prove_files(folder, expected_tensors, files_beside)
     return out
 
 
@@ -77,14 +79,21 @@ def method_of(config: Mapping[str, Any]) -> str:
 def prove_vllm(folder: Path) -> None:
     """Prove an exported folder complete, exact, and served by the method that it is written for."""
     TRAPS.refuse(folder, method_of(contract.read_config(folder)))
-    contract.prove_files(folder, expected_tensors)
+    contract.prove_files(folder, expected_tensors, files_beside)
+
+
+def files_beside(config: Mapping[str, Any]) -> Mapping[str, bool]:
+    """The files that may lie beside config and tensors, true for those that must."""
+    return _form_in(config).beside
 
 
 def _form_in(config: Mapping[str, Any]) -> Form:
     for form in FORMS.values():
         if form.wrote(config):
             return form
-    written = (f"{form.model_type} with {form.architecture}" for form in FORMS.values())
+    written = (
+        f"{form.model_type} with {form.architecture}" for form in FORMS.values() if form.model_type
+    )
     raise UserError(
         f"{contract.CONFIG} has model_type {config.get('model_type')!r} and architectures "
         f"{config.get('architectures')!r}; expected one of {contract.names(written)}: "
@@ -92,7 +101,12 @@ def _form_in(config: Mapping[str, Any]) -> Form:
     )
 
 
-FORMS = {"medusa": vllm_medusa.FORM, "eagle": vllm_eagle.FORM, "eagle3": vllm_eagle3.FORM}
+FORMS = {
+    "medusa": vllm_medusa.FORM,
+    "eagle": vllm_eagle.FORM,
+    "eagle3": vllm_eagle3.FORM,
+    "draft_model": vllm_draft_model.FORM,
+}
 NO_FOLDER = {
     "ngram": 'it has no tensors; start vLLM with the method "ngram" and no model',
 }
