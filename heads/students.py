@@ -231,12 +231,23 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 def new_student(fields: dict[str, Any]) -> Any:
     """A causal LM of that config, at a random start."""
-    return AutoModelForCausalLM.from_config(config_of(fields))
+    return _built(AutoModelForCausalLM, config_of(fields))
 
 
 def new_decoder(fields: dict[str, Any]) -> Any:
     """Its decoder alone, with planned attention."""
-    return AutoModel.from_config(planned(config_of(fields)))
+    return _built(AutoModel, planned(config_of(fields)))
+
+
+def _built(auto: Any, config: Any) -> Any:
+    """By its class: in a ZeRO-3 run `from_config` would share it out among the processes."""
+    try:
+        return auto._model_mapping[type(config)](config)
+    except KeyError:
+        raise UserError(
+            f"transformers has no causal LM of type {config.model_type!r} of its own; "
+            "take a student of another type"
+        ) from None
 
 
 def is_ordinary(folder: Path, names: Collection[str]) -> bool:
