@@ -209,7 +209,7 @@ class Drafter(nn.Module, ABC):
     can_grow: ClassVar[bool] = False
     """Whether it can shape a tree by its own confidence (`heads.tree.DynamicTree`)."""
     can_write: ClassVar[bool] = False
-    """Whether it is a language model that can answer a prompt by itself (`heads.base.Writer`)."""
+    """Whether it is a language model that can answer a prompt by itself (`writer`)."""
 
     config: DrafterConfig
     shared: SharedWeights | None = None
@@ -260,6 +260,10 @@ class Drafter(nn.Module, ABC):
         """Draft steps that training runs where an evaluation measures more; None: all of them."""
         return None
 
+    def writer(self, end_tokens: frozenset[int]) -> Any:
+        """What writes texts with it (`heads.writing.Writer`), each up to an end token."""
+        raise UserError(f"a drafter of kind {self.kind!r} cannot write a text by itself")
+
     def contract_fields(self) -> dict[str, Any]:
         """The kind's own part of the contract."""
         return {
@@ -276,7 +280,7 @@ def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {
         *("__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"),
-        *("recurrent", "rounds", "decoder", "cache", "students", "adapters"),
+        *("recurrent", "rounds", "decoder", "cache", "students", "adapters", "writing"),
     }
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 

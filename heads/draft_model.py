@@ -9,7 +9,7 @@ size, V vocabulary.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -47,6 +47,7 @@ from heads.students import (
 )
 from heads.tree import TokenTree, chain
 from heads.vocab import VocabMap
+from heads.writing import Writer
 
 PROBE = (1, 0, 2, 1, 3, 0)
 """Tokens at which a student run here must give its own logits."""
@@ -76,12 +77,6 @@ class DraftModelConfig(DrafterConfig):
                 "embedding of its own; drop one of them"
             )
         return self.embedding != "own" and self.student.model is None
-
-
-class Written(NamedTuple):
-    """One forward's result for a writer: `hidden_BND` after the final norm."""
-
-    hidden_BND: Tensor
 
 
 class DraftModel(SteppingDrafter):
@@ -242,6 +237,10 @@ class DraftModel(SteppingDrafter):
         loss = partial(criterion, step=0, features_BTD=features)
         found: StepLoss = self.with_matrix(states_BTD, loss)
         return [found] if self.training else [found] * MEASURED_STEPS
+
+    def writer(self, end_tokens: frozenset[int]) -> Writer:
+        """Itself as a writer, where it stands."""
+        return Writer(self, end_tokens, next(self.decoder.parameters()).device)
 
     def propose_batch(self, states: Sequence[DraftState], budget: DraftBudget) -> list[TokenTree]:
         """Trees, the roots alone where the student's own context would end."""

@@ -121,3 +121,39 @@ def test_two_processes_are_one_run(engine: str, recipes: Recipes) -> None:
     done = run_training(pair, launcher=launcher(engine), kind=KIND)
     assert done.returncode == 0, done.stderr
     assert_close(pair.with_suffix(""), alone)
+
+
+ON_POLICY = {"share": 0.6, "max_new_tokens": 6, "every": 3}
+TAUGHT = {"terms": {"forward_kl": 1.0}}
+
+
+def test_on_policy_resumes_bit_for_bit_in_the_middle_of_what_was_written(
+    recipes: Recipes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"drafter": STUDENT, "loss": TAUGHT, "data__on_policy": ON_POLICY}
+    whole = train_here(recipes("whole", **changes), kind=KIND)
+    assert "responses written by the drafter" in capsys.readouterr().out
+    parts = killed_and_resumed(recipes("parts", **changes), 4, monkeypatch)
+    assert_same_run(whole, parts)
+    off = train_here(recipes("off", drafter=STUDENT, loss=TAUGHT), kind=KIND)
+    assert trajectory(off) != trajectory(whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("medusa", {"loss": TAUGHT}, "cannot write a text by itself"),
+        (KIND, {"drafter": STUDENT}, "would teach the drafter its own tokens"),
+    ],
+)
+def test_on_policy_that_makes_no_sense_is_refused(
+    kind: str,
+    changes: dict[str, Any],
+    message: str,
+    recipes: Recipes,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_here(recipes(data__on_policy=ON_POLICY, **changes), kind=kind)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
