@@ -8,7 +8,7 @@ place in the data decide; what was written goes into the snapshots, so a resumed
 Shapes: T positions of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -180,7 +180,7 @@ def last_response(row: PackedRow, segment: int) -> tuple[int, int, int]:
     return start, begin, end
 
 
-def with_responses(row: PackedRow, texts: dict[int, Sequence[int]]) -> PackedRow:
+def with_responses(row: PackedRow, texts: Mapping[int, Sequence[int]]) -> PackedRow:
     """The row with other last responses, no longer than those they replace; the rest closes up.
 
     segments 1 1 1 2 2, mask 0 1 1 0 1, {1: [x]}  ->  tokens a x d e 0, segments 1 1 2 2 0
