@@ -7,6 +7,7 @@ faster too than a row under a mask: attention is plainly causal and no two conve
 Shapes: T positions of a row (padding left out), D hidden size, A captured layers.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,18 +94,30 @@ class FeatureSource:
             self._kept_gib += size
         return states
 
+    def changed(self, row: PackedRow, fresh: Collection[int], of: PackedRow) -> RowStates:
+        """The states of `row`, which is `of` with other conversations at the numbers `fresh`.
+
+        Those that did not change keep their states; nothing of a changed row is kept.
+        """
+        known = self.states(of)
+        if known.dropped or not (self.needs.final_hidden or self.needs.captured_layers):
+            return self._compute(row)
+        captured, device = known.captured_TAD, self.target.device
+
+        def alone(segment: int) -> tuple[Tensor, Tensor | None]:
+            if segment in fresh:
+                return self._forward(row, _place(row, segment))
+            place = _place(of, segment)
+            layers = None if captured is None else captured[place].to(device)
+            return known.hidden_TD[place].to(device), layers
+
+        return _joined(row, [alone(segment) for segment in _segments(row)])
+
     def _compute(self, row: PackedRow) -> RowStates:
         if not (self.needs.final_hidden or self.needs.captured_layers):
             empty = torch.empty(row.num_tokens, 0, dtype=self.target.dtype)
             return RowStates(empty, None, row)
-        alone = [self._forward(row, _place(row, segment)) for segment in _segments(row)]
-        bad = {n for n, states in enumerate(alone, start=1) if not _finite(*states)}
-        hidden_TD = torch.cat([hidden for hidden, _ in alone])
-        layers = [captured for _, captured in alone if captured is not None]
-        captured_TAD = torch.cat(layers) if layers else None
-        if bad:
-            return _without(row, bad, hidden_TD, captured_TAD)
-        return RowStates(hidden_TD, captured_TAD, row)
+        return _joined(row, [self._forward(row, _place(row, n)) for n in _segments(row)])
 
     def _forward(self, row: PackedRow, place: slice) -> tuple[Tensor, Tensor | None]:
         """States [T, D] and [T, A, D] of one conversation, plainly causal."""
@@ -113,6 +126,17 @@ class FeatureSource:
         captured = None if states.captured_BNAD is None else states.captured_BNAD[0]
         hidden = states.hidden_BND[0]
         return hidden if self.needs.final_hidden else hidden[:, :0], captured
+
+
+def _joined(row: PackedRow, alone: list[tuple[Tensor, Tensor | None]]) -> RowStates:
+    """A row's states out of those of each of its conversations, less the bad ones."""
+    bad = {n for n, states in enumerate(alone, start=1) if not _finite(*states)}
+    hidden_TD = torch.cat([hidden for hidden, _ in alone])
+    layers = [captured for _, captured in alone if captured is not None]
+    captured_TAD = torch.cat(layers) if layers else None
+    if bad:
+        return _without(row, bad, hidden_TD, captured_TAD)
+    return RowStates(hidden_TD, captured_TAD, row)
 
 
 def _segments(row: PackedRow) -> range:

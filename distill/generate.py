@@ -1,4 +1,4 @@
-"""Batched generation in the same process: what the target itself writes after each prompt.
+"""Batched generation in the same process: what a model itself writes after each prompt.
 
 Shapes: B rows, T prompt positions, M new positions, L cache length, A attempts, V vocabulary.
 
@@ -11,6 +11,7 @@ The layout of a batch with prompts [p, q, a] and [p, q, b, c, d] (`_` is padding
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from heads.cache import TreeCache
 from infer.sampling import Sampling, draw
-from infer.target import TargetModel
 
 # Tokens a forward of the prefill: larger pieces fall out of the processor's caches.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -31,15 +31,62 @@ BLOCK = 256
 DRAW_ROWS = 64
 
 
+class States(Protocol):
+    """One forward's result."""
+
+    @property
+    def hidden_BND(self) -> Tensor:
+        """States after the final norm."""
+        ...
+
+
+class Writer(Protocol):
+    """What writes: a target (`infer.target.TargetModel`), or a drafter (`heads.writing.Writer`)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """The context length."""
+        ...
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a response."""
+        ...
+
+    def new_cache(self, capacity: int = 512) -> TreeCache:
+        """An empty cache."""
+        ...
+
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        cache: TreeCache,
+        *,
+        positions_BN: Tensor | None = None,
+        visible_BNL: Tensor | None = None,
+    ) -> States:
+        """Process new tokens behind the cache."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of states [..., D]."""
+        ...
+
+
 def batched_generate(
-    target: TargetModel,
+    target: Writer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
     seeds: Sequence[int],
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """What the target writes after each prompt, its end token included when it got there.
+    """What the target, or a drafter, writes after each prompt, with the end token if it got there.
 
     A row's randomness is its seed's alone. A row stops at an end token, after `max_new_tokens`, or
     when it is `max_length` (or the target's context) long, its prompt included. Prompts must not
@@ -86,7 +133,7 @@ class _Batch:
         self.visible_BL, self.lengths_B = self.visible_BL[keep], self.lengths_B[keep]
         self.rows_B, self.open_B = self.rows_B[keep], self.open_B[keep]
 
-    def advance(self, target: TargetModel, tokens_B: Tensor, step: int) -> None:
+    def advance(self, target: Writer, tokens_B: Tensor, step: int) -> None:
         """Process each row's newest token, written at `step`."""
         end = self.cache.length + 1
         # A row that has ended lingers until the next compaction, within the context.
@@ -100,7 +147,7 @@ class _Batch:
         self.hidden_BD = states.hidden_BND[:, -1]
 
 
-def _prefill(target: TargetModel, prompts: Sequence[Sequence[int]], max_new: int) -> _Batch:
+def _prefill(target: Writer, prompts: Sequence[Sequence[int]], max_new: int) -> _Batch:
     """Process the prompts: what they share once, the rest left-padded and in pieces."""
     device, num_rows = target.device, len(prompts)
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)

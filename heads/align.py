@@ -23,6 +23,16 @@ def shift_left(values_BT: Tensor, by: int, fill: int) -> Tensor:
     return shifted
 
 
+def own_states(states_BTD: Tensor) -> Tensor:
+    """The states that a language model of its own foretells with: position t has that of t + 1.
+
+    The state after token t + 1 foretells token t + 2, the target of draft step 0. 0 at the end.
+
+    states = [a, b, c, d]  ->  [b, c, d, 0]
+    """
+    return torch.cat([states_BTD[:, 1:], torch.zeros_like(states_BTD[:, :1])], dim=1)
+
+
 def draft_inputs(tokens_BT: Tensor, step: int) -> Tensor:
     """Tokens that draft step `step` reads: position t is paired with token t + 1 + step.
 

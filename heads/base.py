@@ -75,11 +75,15 @@ class SharedWeights:
     """The target's frozen tensors a drafter reads: `lm_head_VD`, `embed_VD` (never trained).
 
     `final_norm_D`: the scale of its final norm, where a new drafter starts from it.
+    `model` and `tokenizer` are the target's own, as transformers gives them, for kinds that are
+    made from a whole target; None where only the tensors are at hand.
     """
 
     lm_head_VD: Tensor
     embed_VD: Tensor
     final_norm_D: Tensor | None = None
+    model: Any = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,8 @@ class Drafter(nn.Module, ABC):
     native_tensors: ClassVar[Mapping[str, str]] = {}
     """Where targets that are born with such a drafter keep it: the beginning of a tensor's name in
     the target's files -> its beginning in ours."""
+    can_write: ClassVar[bool] = False
+    """Whether it is a language model that can answer a prompt by itself (`writer`)."""
 
     config: DrafterConfig
     shared: SharedWeights | None = None
@@ -259,6 +265,10 @@ class Drafter(nn.Module, ABC):
         """Draft steps that training runs where an evaluation measures more; None: all of them."""
         return None
 
+    def writer(self, end_tokens: frozenset[int]) -> Any:
+        """What writes texts with it (`heads.writing.Writer`), each up to an end token."""
+        raise UserError(f"a drafter of kind {self.kind!r} cannot write a text by itself")
+
     def contract_fields(self) -> dict[str, Any]:
         """The kind's own part of the contract."""
         return {
@@ -275,7 +285,7 @@ def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {
         *("__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"),
-        *("recurrent", "rounds", "decoder", "cache"),
+        *("recurrent", "rounds", "decoder", "cache", "students", "adapters", "writing"),
     }
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 

@@ -47,6 +47,22 @@ class ProductNorm(LlamaRMSNorm):
         return narrowed(super().forward(hidden_states))
 
 
+class TiedEmbedding(nn.Embedding):
+    """An embedding that is the output matrix too.
+
+    `apply_loss` runs a function of (hidden, weight) inside this module's forward: under ZeRO-3 the
+    weight is whole only there.
+    """
+
+    def forward(
+        self, given: Tensor, apply_loss: Callable[[Tensor, Tensor], R] | None = None
+    ) -> Tensor | R:
+        """Embeddings of token ids, or what `apply_loss(hidden, weight)` gives of states."""
+        if apply_loss is not None:
+            return apply_loss(given, self.weight)
+        return super().forward(given)
+
+
 class ResidualStack(nn.Module):
     """`x <- x + SiLU(W x)` once a layer; W has no bias and starts at zero (2401.10774, 3.1)."""
 

@@ -117,7 +117,6 @@ def rope_note(given: Mapping[str, Any] | None, target: TargetIdentity) -> str | 
 
 def layer_config(config: DecoderConfig) -> LlamaConfig:
     """The transformers config of a filled drafter config, its attention planned from here."""
-    AttentionInterface.register(PLANNED, _planned_attention)
     fields = {name: getattr(config, name) for name in (*SIZES, "attention_bias")}
     try:
         made = LlamaConfig(**fields, rope_parameters=dict(config.rope or {}))
@@ -130,7 +129,7 @@ def layer_config(config: DecoderConfig) -> LlamaConfig:
         ) from None
     if made.hidden_act not in ACT2FN:
         raise UserError(f"drafter.hidden_act {made.hidden_act!r} is no activation of transformers")
-    made._attn_implementation = PLANNED
+    planned(made)
     return made
 
 
@@ -291,6 +290,29 @@ class NodePlan:
                 seen = seen.tril(base)
             parts.append(_attention(queries, keys, values, seen, scaling))
         return torch.cat(parts, dim=2)
+
+
+@dataclass
+class BatchPlan:
+    """Writing: the new tokens of several requests of one cache, a row each.
+
+    `visible_BNL` says which of its positions each new token sees.
+    """
+
+    cache: TreeCacheLayer
+    visible_BNL: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention of the new tokens; their keys and values are put into the cache."""
+        keys, values = self.cache.update(key, value)
+        return _attention(query, keys, values, self.visible_BNL[:, None], scaling)
+
+
+def planned(config: Any) -> Any:
+    """The same transformers config with attention that is planned from here."""
+    AttentionInterface.register(PLANNED, _planned_attention)
+    config._attn_implementation = PLANNED
+    return config
 
 
 def spans_of(segments_BT: Tensor) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ Shapes: B rows, T positions, R requests, N nodes, D drafter's hidden size, V (dr
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from heads.align import draft_inputs
 from heads.base import (
     Criterion,
-    DraftBudget,
-    Drafter,
     DraftState,
     SharedWeights,
     StepLoss,
@@ -38,32 +36,19 @@ from heads.decoder import (
     layer_config,
     spans_of,
 )
-from heads.rounds import Round
-from heads.tree import DynamicTree, TokenTree
+from heads.rounds import MEASURED_STEPS, Step, SteppingDrafter
 from heads.vocab import VocabMap
 
-CACHE_CAPACITY = 512
-MEASURED_STEPS = 6
-"""Draft steps that an evaluation measures at least: drafts may go deeper than training did."""
+__all__ = ["RecurrentDrafter", "Step"]
 
 
-class Step(NamedTuple):
-    """One step's result: `output` feeds the output matrix, `state` the next step. Both [..., D]."""
-
-    output: Tensor
-    state: Tensor
-
-
-class RecurrentDrafter(Drafter):
+class RecurrentDrafter(SteppingDrafter):
     """What the kinds share: the unrolled training forward and drafting over trees.
 
     A kind says how the target's states become slots (`first_states`), what one step does (`step`),
     and which output matrix it reads (`with_matrix`).
     """
 
-    can_sample = True
-    can_grow = True
-    num_layers = 1
     predicts_features = False
     """Whether a step's state is meant to be the target's own state one position later."""
 
@@ -115,19 +100,10 @@ class RecurrentDrafter(Drafter):
     ) -> Step:
         """Draft step `depth` (from 0) over slots of token embeddings and states."""
 
-    @abstractmethod
-    def with_matrix(self, output: Tensor, apply: Any) -> Any:
-        """`apply(output, weight_VD)` of the output matrix, inside the module that owns it."""
-
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What slots at `positions` [...] read of tokens [...]: the target's embeddings."""
         assert self.shared is not None, "bind the drafter to its target first"
         return F.embedding(tokens, self.shared.embed_VD)
-
-    @property
-    def max_depth(self) -> int | None:
-        """It feeds on itself, so there is no limit."""
-        return None
 
     def bind(self, shared: SharedWeights) -> None:
         """Take the target's tensors; read the draft vocabulary that came with the weights."""
@@ -178,34 +154,12 @@ class RecurrentDrafter(Drafter):
         """The first states as training sees them; a kind may add noise."""
         return states_BTD
 
-    def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
-        """A tree for one request."""
-        return self.propose_batch([state], budget)[0]
-
-    @torch.no_grad()
-    def propose_batch(self, states: Sequence[DraftState], budget: DraftBudget) -> list[TokenTree]:
-        """Absorb what the target has processed since, then draft: one forward a tree level."""
-        done = self._absorb(states)
-        bases = [len(state.tokens) - 1 for state in states]
-        round_ = Round(self, [state.memory for state in states], bases, states, done)
-        try:
-            if budget.probs is not None:
-                return round_.sampled(budget)
-            if isinstance(budget.shape, DynamicTree):
-                return round_.grown(budget.shape)
-            return round_.filled(budget.shape)
-        finally:
-            for state, base in zip(states, bases, strict=True):
-                state.memory.commit(base, [])
-
-    def _absorb(self, states: Sequence[DraftState]) -> Step:
+    def absorb(self, states: Sequence[DraftState]) -> Step:
         """Run the first step over every slot that is new; the last one's result [R, D] each."""
         tokens: list[int] = []
         positions: list[int] = []
         firsts, counts = [], []
         for state in states:
-            if state.memory is None:
-                state.memory = TreeCache(self.num_layers, CACHE_CAPACITY)
             base = state.memory.length
             first_TD = self.first_states(state.hidden_TD, state.captured_TAD)
             count = len(first_TD)
@@ -242,12 +196,3 @@ class RecurrentDrafter(Drafter):
         ]
         done = self.step(embeds_ND[None], states_ND[None], rotary, plans, depth)
         return Step(done.output[0], done.state[0])
-
-    def logits(self, output: Tensor) -> Tensor:
-        """Logits [..., V] over the (draft) vocabulary."""
-        logits: Tensor = self.with_matrix(output, F.linear)
-        return logits
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of rows of the output matrix."""
-        return draft_ids if self._vocab is None else self._vocab.to_target(draft_ids)

@@ -1,34 +1,121 @@
-"""One round of recurrent drafting: chains, static and dynamic trees, drawn or by rank.
+"""One round of drafting step by step: chains, static and dynamic trees, drawn or by rank.
 
 Shapes: R requests, N nodes (of all requests one after another), P nodes of a level a request,
 K candidates, C candidates of all levels, D drafter's hidden size, V (draft) vocabulary.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from heads.base import DraftBudget, DraftState
+from heads.base import DraftBudget, Drafter, DraftState
 from heads.cache import TreeCache
 from heads.errors import UserError
 from heads.tree import DynamicTree, TokenTree, TreeShape
+from heads.vocab import VocabMap
 
-if TYPE_CHECKING:
-    from heads.recurrent import RecurrentDrafter, Step
+CACHE_CAPACITY = 512
+MEASURED_STEPS = 6
+"""Draft steps that an evaluation measures at least: drafts may go deeper than training did."""
+
+
+class Step(NamedTuple):
+    """One step's result: `output` feeds the output matrix, `state` the next step. Both [..., D]."""
+
+    output: Tensor
+    state: Tensor
+
+
+class SteppingDrafter(Drafter):
+    """What drafts a tree level by level, each level one step behind a cache of its own.
+
+    A kind says how committed text gets into the cache (`absorb`), what one step over nodes does
+    (`nodes_step`), and which output matrix it reads (`with_matrix`).
+    """
+
+    can_sample = True
+    can_grow = True
+    num_layers = 1
+    vocab_size: int
+    _vocab: VocabMap | None = None
+
+    @abstractmethod
+    def absorb(self, states: Sequence[DraftState]) -> Step:
+        """Take what is new of each request's text into its cache; the last one's result [R, D]."""
+
+    @abstractmethod
+    def nodes_step(
+        self,
+        tokens: Sequence[int] | Tensor,
+        states_ND: Tensor,
+        positions: Sequence[int],
+        memories: Sequence[TreeCache],
+        counts: Sequence[int],
+        visible: Sequence[Tensor | None],
+        depth: int,
+    ) -> Step:
+        """Draft step `depth` over the nodes of several requests, one after another [N, D]."""
+
+    @abstractmethod
+    def with_matrix(self, output: Tensor, apply: Any) -> Any:
+        """`apply(output, weight_VD)` of the output matrix, inside the module that owns it."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """It goes on from its own drafts, so there is no limit."""
+        return None
+
+    def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
+        """A tree for one request."""
+        return self.propose_batch([state], budget)[0]
+
+    @torch.no_grad()
+    def propose_batch(self, states: Sequence[DraftState], budget: DraftBudget) -> list[TokenTree]:
+        """Absorb what the target has processed since, then draft: one forward a tree level."""
+        for state in states:
+            if state.memory is None:
+                state.memory = TreeCache(self.num_layers, CACHE_CAPACITY)
+        done = self.absorb(states)
+        memories = [state.memory for state in states]
+        bases = [memory.length for memory in memories]
+        round_ = Round(self, memories, bases, states, done)
+        try:
+            if budget.probs is not None:
+                return round_.sampled(budget)
+            if isinstance(budget.shape, DynamicTree):
+                return round_.grown(budget.shape)
+            return round_.filled(budget.shape)
+        finally:
+            for memory, base in zip(memories, bases, strict=True):
+                memory.commit(base, [])
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Logits [..., V] over the (draft) vocabulary."""
+        logits: Tensor = self.with_matrix(output, F.linear)
+        return logits
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of rows of the output matrix."""
+        return draft_ids if self._vocab is None else self._vocab.to_target(draft_ids)
 
 
 class Round:
-    """One round of drafting for R requests, all of the same number of nodes a level."""
+    """One round of drafting for R requests, all of the same number of nodes a level.
+
+    `bases`: how many positions of each request its cache holds; nodes of depth 1 come next.
+    """
 
     def __init__(
         self,
-        drafter: "RecurrentDrafter",
+        drafter: SteppingDrafter,
         memories: Sequence[TreeCache],
         bases: Sequence[int],
         states: Sequence[DraftState],
-        first: "Step",
+        first: Step,
     ) -> None:
         self.drafter, self.memories, self.bases = drafter, memories, bases
         self.roots = [state.tokens[-1] for state in states]
@@ -123,7 +210,7 @@ class Round:
         tokens, q_RNV = torch.stack(tokens_RN, dim=1), torch.stack(probs, dim=1)
         return [TokenTree(shape, tokens[row], q_RNV[row]) for row in range(requests)]
 
-    def _expand(self, tokens_RP: Tensor, states_ND: Tensor, above_RP: Tensor, depth: int) -> "Step":
+    def _expand(self, tokens_RP: Tensor, states_ND: Tensor, above_RP: Tensor, depth: int) -> Step:
         """Run P nodes of depth `depth` a request; `above_RP` the expanded node over each, or -1."""
         count = tokens_RP.shape[1]
         visible: list[Tensor | None] = []

@@ -128,7 +128,9 @@ class TargetModel:
     def shared(self) -> SharedWeights:
         """The frozen tensors that drafters read: the same objects each time, so casts are kept."""
         embed_VD = self.model.get_input_embeddings().weight.detach()
-        return SharedWeights(self.lm_head.weight.detach(), embed_VD, self._final_norm())
+        return SharedWeights(
+            self.lm_head.weight.detach(), embed_VD, self._final_norm(), self.model, self.tokenizer
+        )
 
     @torch.no_grad()
     def _final_norm(self) -> Tensor | None:

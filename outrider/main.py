@@ -216,6 +216,28 @@ def check(
 
 
 @app.command()
+def tune(
+    drafter: Annotated[
+        str, typer.Argument(help="A drafter's folder or hub id, or a training recipe (YAML).")
+    ],
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="What acceptance it needs to break even here.")
+    ] = False,
+    target: Annotated[str | None, typer.Option(help="Default: the drafter's own.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Default: what is there.")] = None,
+) -> None:
+    """What a drafter must reach on this machine, from measured times, before it is trained."""
+    from outrider.tuning import run_estimate
+
+    if not estimate:
+        raise UserError("give --estimate: outrider tune --estimate DRAFTER_OR_RECIPE")
+    found = run_estimate(drafter, target, checked_dtype(dtype), device)
+    console.print(found.table())
+    console.print(found.verdict, markup=False)
+
+
+@app.command()
 @with_options
 def generate(
     options: RunOptions,

@@ -24,11 +24,13 @@ SHARED = [
     *("heads/base.py", "heads/tree.py", "heads/align.py", "heads/vocab.py"),
     *("heads/blocks.py", "heads/schema.py", "heads/errors.py", "heads/files.py"),
     *("heads/cache.py", "heads/decoder.py", "heads/recurrent.py", "heads/rounds.py"),
+    *("heads/students.py", "heads/adapters.py", "heads/writing.py"),
     "infer/*.py",
     "distill/*.py",
     *("train/recipe.py", "train/trainer.py", "train/batches.py", "train/corpus.py"),
     *("train/engine.py", "train/evaluation.py", "train/stepping.py", "train/warm.py"),
     *("train/ledger.py", "train/logbook.py", "train/forecast.py", "train/snapshots.py"),
+    "train/rewriting.py",
 ]
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 

@@ -32,13 +32,39 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+class OnPolicySection(Strict):
+    """The drafter's own responses (2310.08461), for drafters that can write.
+
+    `share` of the conversations get their last response anew, of `max_new_tokens` at most and
+    drawn at `temperature`, and no longer than the one it replaces. From `begin`, a share of the
+    run, on: at once, or with `schedule` linear in a straight line from none then to all at the
+    end. A copy of the drafter writes for `every` steps at once.
+    """
+
+    share: float = Field(default=0.25, gt=0, le=1)
+    begin: float = Field(default=0.0, ge=0, lt=1)
+    schedule: Literal["constant", "linear"] = "constant"
+    max_new_tokens: int = Field(default=64, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    every: int = Field(default=16, ge=1)
+
+    def share_at(self, progress: float) -> float:
+        """The share when that much of the run lies behind."""
+        if progress < self.begin:
+            return 0.0
+        if self.schedule == "constant":
+            return self.share
+        return self.share * (progress - self.begin) / (1 - self.begin)
+
+
 class DataSection(Strict):
     """The response stores at `path`: one path, or a list of them whose rows are joined in order.
 
     `respond`: a respond recipe that is run first when the first store is missing or incomplete.
     `validation_share` of the conversations is held out. Conversations are packed into rows of
     `sequence_length` tokens. The target's states are kept in memory up to `feature_cache_gib` for
-    all processes of a machine together, and computed anew each epoch beyond.
+    all processes of a machine together, and computed anew each epoch beyond. `on_policy`: a share
+    of the responses is the drafter's own.
     """
 
     path: Annotated[tuple[Path, ...], BeforeValidator(_as_list), Field(min_length=1)]
@@ -46,6 +72,7 @@ class DataSection(Strict):
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     sequence_length: int = Field(default=1024, ge=8)
     feature_cache_gib: float = Field(default=4.0, ge=0)
+    on_policy: OnPolicySection | None = None
 
     @field_validator("path")
     @classmethod

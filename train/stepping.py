@@ -19,6 +19,7 @@ from train.batches import Packing, RowStream, collate, derive, share
 from train.engine import Engine
 from train.ledger import Ledger
 from train.recipe import Recipe
+from train.rewriting import Rewriter
 
 NOISE = 2
 """Which derived seed the micro-batches draw from (0 and 1 order rows and prompts)."""
@@ -48,16 +49,26 @@ class Stepper:
     workspace: Workspace
     stream: RowStream
     ledger: Ledger
+    rewriter: Rewriter | None = None
 
-    def take(self, step: int, rate: float, clock: Callable[[], float]) -> StepReport:
-        """Step number `step` (from 0) at a learning rate; raises UserError for a loss of NaN."""
+    def take(
+        self, step: int, rate: float, progress: float, clock: Callable[[], float]
+    ) -> StepReport:
+        """Step number `step` (from 0) at a learning rate; raises UserError for a loss of NaN.
+
+        `progress`: the share of the run that lies behind.
+        """
         start = perf_counter()
         self.engine.set_learning_rate(rate)
         engine, size = self.engine, self.recipe.optimizer.micro_batch
         indices = self.stream.rows(step)
         shares = share(range(len(indices)), engine.process, engine.processes, size)
         mine = [place for places in shares for place in places]
-        states = {i: self.features.states(self.packing.rows[indices[i]]) for i in mine}
+        if self.rewriter is None:
+            states = {i: self.features.states(self.packing.rows[indices[i]]) for i in mine}
+        else:
+            self.rewriter.prepare(step, progress)
+            states = {i: self.rewriter.states(step, i, indices[i]) for i in mine}
         count, tokens = self._counted(list(states.values()))
         data_s = perf_counter() - start
         scale = 1 / max(1, count)

@@ -36,6 +36,7 @@ from train.logbook import (
 )
 from train.pacing import Pace
 from train.recipe import Recipe, read_arguments
+from train.rewriting import Rewriter, check_on_policy
 from train.snapshots import (
     Snapshots,
     check_output,
@@ -166,13 +167,17 @@ class Run:
         per_step = section.micro_batch * section.accumulation * engine.processes
         num_rows = len(corpus.train.rows)
         stream = RowStream(num_rows, per_step, recipe.seed)
+        rewriter, on_policy = None, recipe.data.on_policy
+        if on_policy is not None:
+            check_on_policy(recipe, drafter)
+            rewriter = Rewriter(recipe, on_policy, engine, target, corpus.train, features, stream)
         return cls(
             recipe=recipe,
             engine=engine,
             target=target,
             corpus=corpus,
             stepper=Stepper(
-                recipe, engine, target, corpus.train, features, workspace, stream, ledger
+                recipe, engine, target, corpus.train, features, workspace, stream, ledger, rewriter
             ),
             evaluator=Evaluator(recipe, engine, target, corpus, held_out, workspace, ledger),
             pace=Pace(recipe.stop, section, num_rows / per_step),
@@ -224,6 +229,12 @@ class Run:
             f"{self.best_tau:.2f} at step {self.best_step} in {self.recipe.output / 'best'}; "
             f"peak memory {peak_memory_gib():.1f} GiB"
         )
+        rewriter = self.stepper.rewriter
+        if rewriter is not None:
+            self.logbook.say(
+                f"on-policy: {rewriter.written:,} responses written by the drafter, "
+                f"{100 * rewriter.seconds / self.elapsed_s:.0f} % of the run's time"
+            )
         if self.ledger.names:
             self.logbook.say(
                 f"dropped: {len(self.ledger.names)} of {self.ledger.num_conversations:,} "
@@ -248,7 +259,8 @@ class Run:
     def one_step(self) -> None:
         """The next step, into the meters."""
         rate = self.pace.learning_rate(self.step, self.elapsed_s)
-        report = self.stepper.take(self.step, rate, self._clock)
+        progress = self.pace.progress(self.step, self.elapsed_s)
+        report = self.stepper.take(self.step, rate, progress, self._clock)
         self.step += 1
         self.elapsed_s, self.last = report.clock_s, report
         for meter in (self.since_log, self.since_eval):
@@ -315,6 +327,7 @@ class Run:
         self.logbook.write(record, eval_line(record), progress)
 
     def _state(self) -> dict[str, Any]:
+        rewriter = self.stepper.rewriter
         return {
             "launch": self.snapshots.launch,
             "draft_vocab": self.snapshots.draft_vocab,
@@ -327,11 +340,13 @@ class Run:
             "dropped": sorted(self.ledger.names),
             "since_log": self.since_log.to_json(),
             "since_eval": self.since_eval.to_json(),
-        }
+        } | ({"on_policy": rewriter.to_json()} if rewriter is not None else {})
 
     def _resume(self, state: dict[str, Any]) -> None:
         for name in ("step", "elapsed_s", "tau", "best_tau", "best_step", "evaluated_at"):
             setattr(self, name, state[name])
         self.ledger.names.update(state.get("dropped", []))
+        if self.stepper.rewriter is not None:
+            self.stepper.rewriter.fill_from(state["on_policy"])
         self.since_log = Meter.from_json(state["since_log"])
         self.since_eval = Meter.from_json(state["since_eval"])

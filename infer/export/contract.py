@@ -84,21 +84,25 @@ def dtype_named(name: object, where: str) -> torch.dtype:
 def prove_files(
     folder: Path,
     expected: Callable[[Mapping[str, Any]], Expected],
-    more_files: Iterable[str] = (),
+    beside: Callable[[Mapping[str, Any]], Mapping[str, bool]] = lambda config: {},
 ) -> None:
     """Prove a folder complete and exact, or raise UserError with every fault found.
 
-    `expected` gives the tensors that a config promises; `more_files` may lie there as well. Nothing
-    else may be missing or extra; shapes, dtypes and values are checked. Where the folder lies is
-    another question (`Traps`).
+    `expected` gives the tensors that a config promises, `beside` the files that may lie beside
+    them, true for those that must. Nothing may be missing or extra; shapes, dtypes and values are
+    checked. Where the folder lies is another question (`Traps`).
     """
     try:
-        specs = expected(read_config(folder))
+        config = read_config(folder)
+        specs, allowed = expected(config), beside(config)
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / CONFIG} lacks a key or holds a wrong one: {error!r}") from None
-    known = {*FILES, *more_files}
     found = sorted(path.name for path in folder.iterdir())
-    faults = [f"file {name} is no part of the contract" for name in found if name not in known]
+    strange = [name for name in found if name not in {*FILES, *allowed}]
+    faults = [f"file {name} is no part of the contract" for name in strange]
+    faults += [
+        f"file {name} is missing" for name, must in allowed.items() if must > (name in found)
+    ]
     faults += list(_tensor_faults(folder / WEIGHTS, specs))
     if faults:
         raise UserError(

@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.base import Checkpoint, Contract, check_contract, load_drafter
+from heads.base import Checkpoint, Contract, check_contract, drafter_class, load_drafter
 from heads.decoder import rope_note
 from heads.errors import UserError
+from heads.students import is_ordinary
 from infer.export.form import TARGET_KEY
 from infer.export.public_forms import EMBEDDING, PublicForm, recognised
 from infer.export.read_back import Exported, read_back
@@ -32,6 +33,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError, HFValidationError)
 
 
@@ -53,7 +55,7 @@ def is_hub_id(spec: str) -> bool:
 def fetch(hub_id: str) -> Path:
     """The folder of a drafter on the model hub, downloaded where it is not cached."""
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except HUB_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -88,14 +90,25 @@ def read_public(folder: Path, target: TargetModel) -> tuple[Checkpoint, list[str
 
 
 def _read_foreign(folder: Path, target: TargetModel) -> tuple[Checkpoint, list[str]]:
-    config = _config(folder)
+    config, tensors = _config(folder), read_tensors(folder)
     assert config is not None
-    form = recognised(config, read_tensors(folder), str(folder))
+    if is_ordinary(folder, tensors):
+        return _read_language_model(folder, target)
+    form = recognised(config, tensors, str(folder))
     _settle_shared(form, target)
     _compare_rope(form, target)
     drafter = form.drafter(target.identity)
     contract = Contract(target=target.identity, **drafter.contract_fields())
     return Checkpoint(drafter, contract, path=folder), form.notes
+
+
+def _read_language_model(folder: Path, target: TargetModel) -> tuple[Checkpoint, list[str]]:
+    """A small causal LM as a draft model, its tokens compared with the target's."""
+    cls = drafter_class("draft_model")
+    config = cls.Config.model_validate({"student": {"model": str(folder)}})
+    drafter = cls.create(config, target.identity, target.shared)
+    contract = Contract(target=target.identity, **drafter.contract_fields())
+    return Checkpoint(drafter.eval(), contract, path=folder), []
 
 
 def _settle_shared(form: PublicForm, target: TargetModel) -> None:

@@ -29,6 +29,8 @@ from heads.base import (
 )
 from heads.decoder import SIZES
 from heads.errors import UserError
+from heads.students import load_student
+from infer.export.form import KIND_KEY
 from infer.export.public_forms import recognised
 
 READING_ERRORS = (
@@ -79,7 +81,7 @@ def read_back(folder: Path) -> Exported:
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         tensors = load_file(folder / "model.safetensors")
-        read = READERS[config["architectures"][0]]
+        read = READERS[config.get(KIND_KEY) or config["architectures"][0]]
         target = TargetIdentity.model_validate(config["outrider_target"])
         return read(config, tensors, target, folder)
     except READING_ERRORS as error:
@@ -134,9 +136,20 @@ def _read_whole(
     return Exported(folder, "mtp", drafter, target, tensors["lm_head.weight"], whole=True)
 
 
+def _read_language_model(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: TargetIdentity, folder: Path
+) -> Exported:
+    """Read as anyone would: by transformers."""
+    cls: Any = drafter_class("draft_model")
+    settings = cls.Config.model_validate({"student": {"model": str(folder)}})
+    drafter = cls.holding(load_student(str(folder)), settings, target)
+    return Exported(folder, "draft_model", drafter, target, None)
+
+
 READERS: dict[str, Callable[..., Exported]] = {
     "MedusaModel": _read_medusa,
     "LlamaForCausalLM": _read_decoder,
     "LlamaForCausalLMEagle3": _read_decoder,
     "MiMoForCausalLM": _read_whole,
+    "draft_model": _read_language_model,
 }

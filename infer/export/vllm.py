@@ -12,7 +12,14 @@ from typing import Any
 from heads.base import Checkpoint
 from heads.errors import UserError
 from heads.files import whole_folder
-from infer.export import contract, vllm_eagle, vllm_eagle3, vllm_medusa, vllm_mtp
+from infer.export import (
+    contract,
+    vllm_draft_model,
+    vllm_eagle,
+    vllm_eagle3,
+    vllm_medusa,
+    vllm_mtp,
+)
 from infer.export.contract import Expected, Traps
 from infer.export.form import TARGET_KEY, Form
 from infer.target import TargetModel
@@ -45,10 +52,10 @@ def export_vllm(
     }
     with whole_folder(out) as folder:
         contract.write_files(folder, config, tensors)
-        if form.write_more is not None:
+        if form.write_beside is not None:
             assert target is not None
-            form.write_more(target, folder)
-        contract.prove_files(folder, expected_tensors, form.more_files)
+            form.write_beside(target, folder)
+        contract.prove_files(folder, expected_tensors, files_beside)
     return out
 
 
@@ -76,16 +83,22 @@ def expected_tensors(config: Mapping[str, Any]) -> Expected:
 
 def prove_vllm(folder: Path) -> None:
     """Prove an exported folder complete, exact, and served by the method that it is written for."""
-    form = _form_in(contract.read_config(folder))
-    TRAPS.refuse(folder, form.method)
-    contract.prove_files(folder, expected_tensors, form.more_files)
+    TRAPS.refuse(folder, _form_in(contract.read_config(folder)).method)
+    contract.prove_files(folder, expected_tensors, files_beside)
+
+
+def files_beside(config: Mapping[str, Any]) -> Mapping[str, bool]:
+    """The files that may lie beside config and tensors, true for those that must."""
+    return _form_in(config).beside
 
 
 def _form_in(config: Mapping[str, Any]) -> Form:
     for form in FORMS.values():
         if form.wrote(config):
             return form
-    written = (f"{form.model_type} with {form.architecture}" for form in FORMS.values())
+    written = (
+        f"{form.model_type} with {form.architecture}" for form in FORMS.values() if form.model_type
+    )
     raise UserError(
         f"{contract.CONFIG} has model_type {config.get('model_type')!r} and architectures "
         f"{config.get('architectures')!r}; expected one of {contract.names(written)}: "
@@ -98,6 +111,7 @@ FORMS = {
     "eagle": vllm_eagle.FORM,
     "eagle3": vllm_eagle3.FORM,
     "mtp": vllm_mtp.FORM,
+    "draft_model": vllm_draft_model.FORM,
 }
 NO_FOLDER = {
     "ngram": 'it has no tensors; start vLLM with the method "ngram" and no model',

@@ -9,7 +9,6 @@ Shapes: D hidden size, V target vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,18 +26,13 @@ from infer.export.decoder_layers import (
     refuse_config,
     target_of,
 )
-from infer.export.form import Form
+from infer.export.form import TOKENIZER_FILES, Form, write_tokenizer
 from infer.target import TargetModel
 
 ARCHITECTURE = "MiMoForCausalLM"
 TARGETS = ("llama", "qwen2")
 BIASED = ("q_proj", "k_proj", "v_proj")
 NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
-TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
-    "additional_chat_templates",
-)
 INSTEAD = "train eagle3 for this target instead"
 NOT_IN_TENSORRT_LLM = (
     "TensorRT-LLM has no place for an MTP head on a dense Llama or Qwen2 target: it runs MTP only "
@@ -75,12 +69,6 @@ def _tensors(checkpoint: Checkpoint, target: TargetModel | None) -> dict[str, Te
         )
     head = checkpoint.drafter.state_dict()
     return tensors | {f"model.{name}": tensor for name, tensor in head.items()}
-
-
-def _write_more(target: TargetModel, folder: Path) -> None:
-    """Tokenizer, chat template and generation config."""
-    target.tokenizer.save_pretrained(folder)
-    target.model.generation_config.save_pretrained(folder)
 
 
 def _target_tensors(config: Mapping[str, Any], dtype: torch.dtype) -> Expected:
@@ -181,6 +169,6 @@ FORM = Form(
     _tensors,
     _expected,
     _needs_target,
-    more_files=(*TOKENIZER, "generation_config.json"),
-    write_more=_write_more,
+    write_beside=write_tokenizer,
+    beside=TOKENIZER_FILES,
 )
