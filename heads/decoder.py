@@ -48,8 +48,14 @@ SIZES = (
 
 
 class DecoderConfig(DrafterConfig):
-    """The sizes of a drafter's decoder layers; what is None is the target's own."""
+    """The sizes of a drafter's decoder layers; what is None is the target's own.
 
+    `num_steps` draft steps are unrolled in training.
+    """
+
+    training_only = frozenset({"num_steps"})
+
+    num_steps: int = Field(default=3, ge=1, le=16)
     hidden_size: int | None = Field(default=None, ge=1)
     intermediate_size: int | None = Field(default=None, ge=1)
     num_attention_heads: int | None = Field(default=None, ge=1)

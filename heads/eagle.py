@@ -8,8 +8,8 @@ on the un-normed output, which is also what the next step reads.
 Shapes: B rows, T positions, D hidden size, A captured layers, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,7 +21,6 @@ from heads.errors import UserError
 from heads.recurrent import RecurrentDrafter, Step
 from heads.vocab import VocabMap
 
-R = TypeVar("R")
 NOISE_LENGTH = 512
 """The length at which the feature noise has its nominal width (2401.15077, appendix)."""
 
@@ -91,11 +90,6 @@ class Eagle(RecurrentDrafter):
         return drafter
 
     @property
-    def num_steps(self) -> int:
-        """Alignment passes."""
-        return self.config.num_steps
-
-    @property
     def needs(self) -> Needs:
         """The target's state after its final norm."""
         return Needs(final_hidden=True)
@@ -134,8 +128,3 @@ class Eagle(RecurrentDrafter):
         for layer in self.layers:
             x_BTD = layer(x_BTD, position_embeddings=rotary, plans=plans)
         return Step(x_BTD, x_BTD)
-
-    def with_matrix(self, output: Tensor, apply: Callable[[Tensor, Tensor], R]) -> R:
-        """The target's own output matrix, frozen."""
-        assert self.shared is not None, "bind the drafter to its target first"
-        return apply(output, self.shared.lm_head_VD)

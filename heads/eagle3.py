@@ -30,18 +30,15 @@ R = TypeVar("R")
 class Eagle3Config(DecoderConfig):
     """`aux_hidden_state_layer_ids`: captured layers, k being the residual stream after k layers.
 
-    None takes 2, the middle one, and the third from the end. `num_steps` steps are unrolled in
-    training. `norm_before_residual`: the layer's residual is the normed state. `norm_before_fc`:
-    one norm over all captured states, `fc_norm`: one for each. `norm_output`: the next step reads
-    the normed output. `embedding`: the target's (frozen) or one of its own.
+    None takes 2, the middle one, and the third from the end. `norm_before_residual`: the layer's
+    residual is the normed state. `norm_before_fc`: one norm over all captured states, `fc_norm`:
+    one for each. `norm_output`: the next step reads the normed output. `embedding`: the target's
+    (frozen) or one of its own.
     """
-
-    training_only = frozenset({"num_steps"})
 
     kind: Literal["eagle3"] = "eagle3"
     aux_hidden_state_layer_ids: tuple[int, ...] | None = None
     target_hidden_size: int | None = Field(default=None, ge=1)
-    num_steps: int = Field(default=3, ge=1, le=16)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -138,11 +135,6 @@ class Eagle3(RecurrentDrafter):
                     drafter.embed_tokens.weight.copy_(shared.embed_VD)
         drafter.bind(shared)
         return drafter
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the training-time test."""
-        return self.config.num_steps
 
     @property
     def needs(self) -> Needs:

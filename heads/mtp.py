@@ -8,8 +8,8 @@ next step. The embedding is zero in the slot of position 0, as vLLM and SGLang m
 Shapes: B rows, T positions, A captured layers, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,20 +23,15 @@ from heads.errors import UserError
 from heads.recurrent import RecurrentDrafter, Step
 from heads.vocab import VocabMap
 
-R = TypeVar("R")
-
 
 class MtpConfig(DecoderConfig):
-    """`num_steps` draft steps are unrolled in training.
+    """`num_modules`: module k serves draft step k, the last one every step beyond.
 
-    `num_modules`: module k serves draft step k, the last one every step beyond. `target_state`:
-    what the first step reads of the target, before its final norm (vLLM) or after it (SGLang).
+    `target_state`: what the first step reads of the target, before its final norm (vLLM) or after
+    it (SGLang).
     """
 
-    training_only = frozenset({"num_steps"})
-
     kind: Literal["mtp"] = "mtp"
-    num_steps: int = Field(default=3, ge=1, le=16)
     num_modules: int = Field(default=1, ge=1, le=16)
     target_state: Literal["before_norm", "after_norm"] = "before_norm"
 
@@ -114,11 +109,6 @@ class Mtp(RecurrentDrafter):
         return drafter
 
     @property
-    def num_steps(self) -> int:
-        """Draft steps that training unrolls."""
-        return self.config.num_steps
-
-    @property
     def needs(self) -> Needs:
         """The residual stream after the last layer, or that after the final norm."""
         if self.config.target_state == "after_norm":
@@ -156,11 +146,6 @@ class Mtp(RecurrentDrafter):
         module = self.mtp_layers[min(depth, len(self.mtp_layers) - 1)]
         out_BTD = module(embeds_BTD, states_BTD, rotary, plans)
         return Step(out_BTD, out_BTD)
-
-    def with_matrix(self, output: Tensor, apply: Callable[[Tensor, Tensor], R]) -> R:
-        """The target's own output matrix, frozen."""
-        assert self.shared is not None, "bind the drafter to its target first"
-        return apply(output, self.shared.lm_head_VD)
 
 
 def _check(config: MtpConfig, target: TargetIdentity) -> None:

@@ -46,7 +46,7 @@ class RecurrentDrafter(SteppingDrafter):
     """What the kinds share: the unrolled training forward and drafting over trees.
 
     A kind says how the target's states become slots (`first_states`), what one step does (`step`),
-    and which output matrix it reads (`with_matrix`).
+    and which output matrix it reads where that is not the target's (`with_matrix`).
     """
 
     predicts_features = False
@@ -76,14 +76,9 @@ class RecurrentDrafter(SteppingDrafter):
         return drafter
 
     @property
-    @abstractmethod
-    def num_steps(self) -> int:
-        """How many draft steps training unrolls."""
-
-    @property
     def trained_steps(self) -> int:
-        """The same, for who compares what was measured with what was trained."""
-        return self.num_steps
+        """The draft steps that training unrolls."""
+        return self.config.num_steps
 
     @abstractmethod
     def first_states(self, hidden: Tensor | None, captured: Tensor | None) -> Tensor:
@@ -105,6 +100,11 @@ class RecurrentDrafter(SteppingDrafter):
         assert self.shared is not None, "bind the drafter to its target first"
         return F.embedding(tokens, self.shared.embed_VD)
 
+    def with_matrix(self, output: Tensor, apply: Any) -> Any:
+        """The target's own output matrix, frozen, unless the kind has one of its own."""
+        assert self.shared is not None, "bind the drafter to its target first"
+        return apply(output, self.shared.lm_head_VD)
+
     def bind(self, shared: SharedWeights) -> None:
         """Take the target's tensors; read the draft vocabulary that came with the weights."""
         super().bind(shared)
@@ -121,7 +121,7 @@ class RecurrentDrafter(SteppingDrafter):
         states_BTD = self.first_states(batch.hidden_BTD, batch.captured_BTAD)
         states_BTD = self.disturbed(states_BTD, batch)
         losses = []
-        steps = self.num_steps if self.training else max(self.num_steps, MEASURED_STEPS)
+        steps = self.trained_steps if self.training else max(self.trained_steps, MEASURED_STEPS)
         for step in range(steps):
             done = self.unrolled_step(batch, states_BTD, step, plans)
             states_BTD = done.state
