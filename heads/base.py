@@ -230,6 +230,11 @@ class Drafter(nn.Module, ABC):
         """A drafter of the same tensors without values (NaN), to be filled from a checkpoint."""
 
     @property
+    def core(self) -> "Drafter":
+        """The drafter whose forwards take the time: itself, unless it wraps another."""
+        return self
+
+    @property
     @abstractmethod
     def needs(self) -> Needs:
         """What it wants of the target."""
@@ -268,7 +273,7 @@ def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {
         *("__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"),
-        *("recurrent", "rounds", "decoder", "cache"),
+        *("recurrent", "rounds", "decoder", "cache", "union"),
     }
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 
