@@ -1,7 +1,7 @@
 """Suffix decoding: what followed the text's own ending where it stood before, by its counts.
 
-Training-free; source: SuffixDecoding (2411.04975), section 4, over this request's prompt and output.
-The suffix tree is held as its dual, the suffix automaton (Blumer et al., 1985), which grows by one
+Training-free; source: SuffixDecoding (2411.04975), over this request's own prompt and output. The
+suffix tree is held as its dual, the suffix automaton (Blumer et al., 1985), which grows by one
 token at a time and holds fewer than 2 states and 3 transitions a token.
 """
 
@@ -81,7 +81,7 @@ class Automaton:
         self.size += 1
 
     def _ending(self, above: int, token: int) -> int:
-        """The state whose longest substring is that of `above` and `token`, split off if need be."""
+        """The state of the longest substring of `above` and `token`, split off if need be."""
         old = self.after[above][token]
         if self.length[old] == self.length[above] + 1:
             return old
@@ -173,7 +173,7 @@ class _Memory:
 
 
 class Suffix(Drafter):
-    """The likeliest continuations of the text's ending: a chain, or a tree where one is asked for."""
+    """The likeliest continuations of the text's ending, as a chain or a tree."""
 
     kind = "suffix"
     Config = SuffixConfig

@@ -120,7 +120,9 @@ class Union(Drafter):
         if sum(self._values(found)) <= sum(expected):
             return self.drafter.propose(memory.drafter, own)
         self.drafter.propose(memory.drafter, DraftBudget(chain(0)))
-        return found if budget.probs is None else replace(found, draft_probs_NV=self._certain(found))
+        return (
+            found if budget.probs is None else replace(found, draft_probs_NV=self._certain(found))
+        )
 
     def _certain(self, found: TokenTree) -> Tensor:
         """q [N, V] of a deterministic chain: all on the token that was drafted."""
@@ -162,7 +164,9 @@ def merged(
     values, parents, tokens = [1.0], [-1], [int(first.tokens_N[0])]
     for tree, tree_values in ((first, first_values), (second, second_values)):
         placed = [0]
-        pairs = zip(tree.shape.parents[1:], tree.tokens_N[1:].tolist(), tree_values[1:], strict=True)
+        pairs = zip(
+            tree.shape.parents[1:], tree.tokens_N[1:].tolist(), tree_values[1:], strict=True
+        )
         for parent, token, value in pairs:
             node = numbers.setdefault((placed[parent], token), len(values))
             if node == len(values):
