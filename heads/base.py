@@ -273,7 +273,7 @@ def drafter_kinds() -> list[str]:
     """Every kind that has a file in this folder."""
     shared = {
         *("__init__", "base", "tree", "align", "vocab", "blocks", "schema", "errors", "files"),
-        *("recurrent", "rounds", "decoder", "cache", "union"),
+        *("recurrent", "rounds", "decoder", "cache", "lookup", "union"),
     }
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in shared)
 

@@ -24,7 +24,7 @@ SHARED = [
     *("heads/base.py", "heads/tree.py", "heads/align.py", "heads/vocab.py"),
     *("heads/blocks.py", "heads/schema.py", "heads/errors.py", "heads/files.py"),
     *("heads/cache.py", "heads/decoder.py", "heads/recurrent.py", "heads/rounds.py"),
-    "heads/union.py",
+    *("heads/lookup.py", "heads/union.py"),
     "infer/*.py",
     "distill/*.py",
     *("train/recipe.py", "train/trainer.py", "train/batches.py", "train/corpus.py"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from heads.base import DraftBudget, DraftState
-from heads.suffix import Automaton, MatchRates, Suffix, SuffixConfig
+from heads.lookup import MatchRates
+from heads.suffix import Automaton, Suffix, SuffixConfig
 from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 
 Text = list[int]
