@@ -39,7 +39,7 @@ class Continuation(NamedTuple):
 
     token: int
     state: int
-    count: int
+    times: int
     latest: int
 
 
@@ -106,7 +106,7 @@ class Automaton:
             Continuation(token, child, self.count[child], self.latest[child])
             for token, child in self.after[state].items()
         ]
-        return sorted(found, key=lambda c: (c.count, c.latest), reverse=True)
+        return sorted(found, key=lambda c: (c.times, c.latest), reverse=True)
 
 
 class Draft(NamedTuple):
@@ -230,9 +230,9 @@ class Suffix(Drafter):
 
         def push(state: int, parent: int, prob: float, level: int) -> None:
             children = text.continuations(state)
-            total = sum(child.count for child in children)
+            total = sum(child.times for child in children)
             for child in children[:width]:
-                share = child.count / total
+                share = child.times / total
                 if level <= depth and prob * share >= self.config.min_prob:
                     key = (-prob * share, level, -child.latest)
                     heapq.heappush(heap, (*key, parent, child.token, child.state, share))

@@ -66,7 +66,10 @@ class Union(Drafter):
         """No kind of its own."""
         raise AssertionError("a union is made of drafters that are there already")
 
-    blank = create
+    @classmethod
+    def blank(cls, *arguments: Any) -> "Union":
+        """No checkpoint of its own."""
+        raise AssertionError("a union is made of drafters that are there already")
 
     @property
     def core(self) -> Drafter:

@@ -87,7 +87,7 @@ def test_every_substring_is_counted_where_it_stands_at_every_length(seed: int) -
             assert automaton.count[state] == len(where)
             assert automaton.latest[state] == where[-1]
             counts = followers(so_far, list(part))
-            assert {c.token: c.count for c in automaton.continuations(state)} == dict(counts)
+            assert {c.token: c.times for c in automaton.continuations(state)} == dict(counts)
         assert automaton.length[automaton.matched] == longest_match(so_far)
 
 

@@ -156,19 +156,19 @@ def test_greedy_text_is_the_targets_over_many_rounds(
     lookup: str, learned: str, shape: TreeShape | DynamicTree, tiny_target: TargetModel
 ) -> None:
     """Prompts that repeat and prompts that do not; random tiny models soon fall into loops."""
-    union, _ = union_of(lookup, learned, tiny_target)
+    union, _ = union_of(lookup, learned, tiny_target, [[0.02, 0.01]])
     if isinstance(shape, DynamicTree) and not union.can_grow:
         pytest.skip("this kind does not shape trees")
     settings = GenerationSettings(max_new_tokens=50, shape=shape)
-    rounds = tokens = 0
+    accepted = 0
     for start in range(4):
         for prompt in ([1, 30 + start, 40, 41, 30 + start, 40], NEW[start:], [1, 20 + start] * 9):
             plain = speculative_generate(tiny_target, None, prompt, settings)
             ours = speculative_generate(tiny_target, union, prompt, settings)
             assert ours.tokens == plain.tokens
             assert ours.drafted <= ours.rounds * (len(shape) - 1)
-            rounds, tokens = rounds + ours.rounds, tokens + len(ours.tokens)
-    assert tokens > 1.2 * rounds, "drafts are accepted: rejected ones are not all there is"
+            accepted += ours.accepted
+    assert accepted > 20, "not only rejected drafts are tested"
 
 
 @pytest.mark.parametrize("learned", LEARNED)
