@@ -19,6 +19,7 @@ from heads.base import (
     SharedWeights,
     TargetIdentity,
 )
+from heads.lookup import MatchRates
 from heads.tree import TokenTree, chain
 from heads.vocab import VocabMap
 
@@ -37,13 +38,26 @@ class _Index:
 
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0
+    rates: MatchRates = field(default_factory=MatchRates)
 
     def extend(self, tokens: list[int], config: NgramConfig) -> None:
         """Take in the tokens that were committed since."""
         for end in range(max(self.indexed, 1), len(tokens)):
+            if self.indexed:
+                match, start = self.longest(tokens, end, config)
+                if match:
+                    self.rates.add(match, tokens[start] == tokens[end])
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
                 self.after[tuple(tokens[end - size : end])] = end
         self.indexed = len(tokens)
+
+    def longest(self, tokens: list[int], end: int, config: NgramConfig) -> tuple[int, int]:
+        """The size of the longest n-gram before `end` that stood before, and where it went on."""
+        for size in range(min(config.max_ngram, end - 1), config.min_ngram - 1, -1):
+            start = self.after.get(tuple(tokens[end - size : end]))
+            if start is not None:
+                return size, start
+        return 0, end
 
 
 class Ngram(Drafter):
@@ -88,14 +102,15 @@ class Ngram(Drafter):
     def propose(self, state: DraftState, budget: DraftBudget) -> TokenTree:
         """What stood behind the latest earlier occurrence of the longest n-gram at the end."""
         tokens = state.tokens
-        draft: list[int] = []
         index = state.memory = state.memory or _Index()
         index.extend(tokens, self.config)
-        for size in range(
-            min(self.config.max_ngram, len(tokens) - 1), self.config.min_ngram - 1, -1
-        ):
-            start = index.after.get(tuple(tokens[-size:]))
-            if start is not None:
-                draft = tokens[start : start + budget.shape.depth]
-                break
-        return TokenTree(chain(len(draft)), torch.tensor([tokens[-1], *draft]))
+        match, start = index.longest(tokens, len(tokens), self.config)
+        draft = tokens[start : start + budget.shape.depth]
+        confidences = [1.0]
+        for depth in range(len(draft)):
+            confidences.append(confidences[-1] * index.rates.rate(match + depth))
+        return TokenTree(
+            chain(len(draft)),
+            torch.tensor([tokens[-1], *draft]),
+            confidences_N=torch.tensor(confidences),
+        )

@@ -287,5 +287,6 @@ class _Candidates:
         number = {-1: 0} | {candidate: node for node, candidate in enumerate(kept, start=1)}
         parents = self.parents_RC[row].tolist()
         shape = TreeShape((-1, *(number[parents[candidate]] for candidate in kept)))
-        tokens = self.tokens_RC[row, kept]
-        return TokenTree(shape, torch.cat([torch.tensor([root]), tokens]))
+        tokens = torch.cat([torch.tensor([root]), self.tokens_RC[row, kept]])
+        values = torch.cat([torch.zeros(1), self.values_RC[row, kept]])
+        return TokenTree(shape, tokens, confidences_N=values.exp())

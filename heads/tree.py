@@ -94,6 +94,17 @@ def chain(num_speculative_tokens: int) -> TreeShape:
     return TreeShape(tuple(range(-1, num_speculative_tokens)))
 
 
+@lru_cache(maxsize=256)
+def cut(shape: TreeShape, depth: int) -> TreeShape:
+    """The nodes of a depth of `depth` at most."""
+    kept = [node for node in range(len(shape)) if shape.depths[node] <= depth]
+    number = {-1: -1} | {node: index for index, node in enumerate(kept)}
+    return TreeShape(
+        tuple(number[shape.parents[node]] for node in kept),
+        tuple(shape.ranks[node] for node in kept),
+    )
+
+
 @dataclass(frozen=True)
 class DynamicTree:
     """A tree that the drafter shapes anew every round by its own confidence (arXiv 2406.16858).
@@ -140,11 +151,14 @@ class TokenTree:
 
     Row i of `draft_probs_NV` is q, the distribution that the children of node i were drawn
     from (rows of leaves are never read). None says that the drafts are deterministic.
+    `confidences_N` (float32, on the CPU) is how likely the drafter holds the whole path down to
+    each node, the root's 1; None where it does not say. No rule reads it.
     """
 
     shape: TreeShape
     tokens_N: Tensor
     draft_probs_NV: Tensor | None = None
+    confidences_N: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Tokens fit the shape."""

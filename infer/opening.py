@@ -2,9 +2,11 @@
 
 A drafter is named by a kind that needs no training, a folder, or an id on the model hub. A folder
 is one of ours, trained or exported, or a public one, which is read against a target by name.
+`KIND+DRAFTER` is a kind that needs no training and any drafter as one (`heads.union`).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,12 +15,14 @@ import torch
 from heads.base import (
     Checkpoint,
     Contract,
+    Drafter,
     TargetIdentity,
     check_contract,
     drafter_class,
     drafter_kinds,
 )
 from heads.errors import UserError
+from heads.union import Union
 from infer.export import (
     Exported,
     Found,
@@ -37,8 +41,22 @@ def is_training_free(spec: str) -> bool:
     return spec in drafter_kinds() and not Path(spec).exists() and not drafter_class(spec).trainable
 
 
+def split_lookup(spec: str) -> tuple[str | None, str]:
+    """The kind and the drafter of `KIND+DRAFTER`; None and `spec` for a drafter alone."""
+    lookup, plus, drafter = spec.partition("+")
+    if plus and is_training_free(lookup) and not Path(spec).exists():
+        return lookup, drafter
+    return None, spec
+
+
 def read_drafter(spec: str) -> Found | None:
-    """What `spec` names: a folder, or an id on the model hub; None for a kind that needs none."""
+    """What `spec` names: a folder, or an id on the model hub; None for a kind that needs none.
+
+    Of a lookup and a drafter, the drafter.
+    """
+    lookup, drafter = split_lookup(spec)
+    if lookup is not None:
+        return read_drafter(drafter)
     if is_training_free(spec):
         return None
     if Path(spec).is_dir():
@@ -49,7 +67,8 @@ def read_drafter(spec: str) -> Found | None:
     raise UserError(
         f"no such drafter: {spec}; expected a folder written by outrider train, a folder or "
         "model hub id of a public drafter, "
-        f"or one of the kinds that need no training: {', '.join(free)}"
+        f"one of the kinds that need no training ({', '.join(free)}), "
+        "or KIND+DRAFTER, such a kind joined with a drafter"
     )
 
 
@@ -99,6 +118,10 @@ def bind_drafter(
 
     `say` hears what the user should know of a public drafter.
     """
+    lookup, rest = split_lookup(spec)
+    if lookup is not None:
+        beside = bind_drafter(None, lookup, target).drafter
+        return _joined(beside, bind_drafter(found, rest, target, say), target)
     if found is None:
         cls = drafter_class(spec)
         drafter = cls.create(cls.Config(kind=spec), target.identity, target.shared)
@@ -110,6 +133,14 @@ def bind_drafter(
         checkpoint.drafter.to(device=target.device, dtype=target.dtype)
         checkpoint.drafter.bind(target.shared)
     return checkpoint
+
+
+def _joined(lookup: Drafter, checkpoint: Checkpoint, target: TargetModel) -> Checkpoint:
+    """The drafter of the checkpoint with a lookup beside it."""
+    accuracies = checkpoint.calibration.get("accuracies_HK")
+    union = Union(lookup, checkpoint.drafter, target.identity.vocab_size, accuracies)
+    union.bind(target.shared)
+    return replace(checkpoint, drafter=union.eval())
 
 
 def checkpoint_of(
@@ -140,6 +171,11 @@ def export_from(
     Without a `dtype` in the one of its target, a public one in its own tensors'. The target is
     opened only where the drafter has to be read against it, or is written with it.
     """
+    lookup, drafter = split_lookup(spec)
+    if lookup is not None:
+        raise UserError(
+            f"{spec} is a lookup and a drafter, which no engine runs as one; export {drafter}"
+        )
     found = read_drafter(spec)
     if found is None:
         raise UserError(

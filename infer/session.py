@@ -108,7 +108,7 @@ def choose_tree(checkpoint: Checkpoint, target: TargetModel) -> tuple[TreeShape,
     accuracies = checkpoint.calibration["accuracies_HK"]
     times = measure_round_times(target, AUTO_SIZES, repeats=15)
     first_s, last_s = (
-        measure_draft_time(target, checkpoint.drafter, depth) for depth in (1, len(accuracies))
+        measure_draft_time(target, checkpoint.drafter.core, depth) for depth in (1, len(accuracies))
     )
     level_s = (last_s - first_s) / max(1, len(accuracies) - 1)
 

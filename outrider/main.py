@@ -28,6 +28,11 @@ app = typer.Typer(
 # Where there is no terminal whose width counts, the tables get the room they need.
 console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 110)
 
+DRAFTER = (
+    "A drafter's folder or hub id, a kind without training (ngram, suffix), or both as one: "
+    "suffix+FOLDER."
+)
+
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Dotted overrides, such as optimizer.lr=1e-3.")
 ]
@@ -110,7 +115,7 @@ def bench(
     options: MeasureOptions,
     drafter: Annotated[
         str | None,
-        typer.Argument(help="A drafter's folder or hub id, or a kind without training (ngram)."),
+        typer.Argument(help=DRAFTER),
     ] = None,
     drafter_option: Annotated[
         str | None, typer.Option("--drafter", help="The same, as an option.")
@@ -133,14 +138,15 @@ def bench(
 def compare(
     options: MeasureOptions,
     drafters: Annotated[
-        list[str], typer.Argument(help="Folders, hub ids, kinds without training.")
+        list[str],
+        typer.Argument(help="Folders, hub ids, kinds without training, such a kind + a drafter."),
     ],
     out: Annotated[Path | None, typer.Option(help="Folder for report.json, report.html.")] = None,
 ) -> None:
-    """Several drafters and prompt lookup on the same prompts, in one run."""
+    """Several drafters, prompt lookup and suffix decoding on the same prompts, in one run."""
     if out is not None:
         refuse_unwritable(out / "report.json")
-    reports = measure_drafters([*dict.fromkeys([*drafters, "ngram"])], options, console)
+    reports = measure_drafters([*dict.fromkeys([*drafters, "ngram", "suffix"])], options, console)
     if out is not None:
         from infer.report import write_report
 
@@ -241,7 +247,7 @@ def tune(
 @with_options
 def generate(
     options: RunOptions,
-    drafter: Annotated[str, typer.Argument(help="A drafter's folder or hub id, or ngram.")],
+    drafter: Annotated[str, typer.Argument(help=DRAFTER)],
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
 ) -> None:
     """Stream an answer; tokens that were accepted drafts are green."""

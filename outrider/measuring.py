@@ -163,12 +163,16 @@ def measure_drafters(specs: Sequence[str], options: MeasureOptions, console: Con
 
 
 def names(specs: Sequence[str]) -> list[str]:
-    """A short, distinct name a drafter: the folder's, with its parent's where it says no more."""
+    """A short, distinct name a drafter: the folder's, or its parent's where that says more."""
+    from infer.opening import split_lookup
+
     short = []
     for spec in specs:
-        path = Path(spec)
+        lookup, drafter = split_lookup(spec)
+        path = Path(drafter)
         plain = path.name in {"best", "last"} and path.parent.name
-        short.append(path.parent.name if plain else path.name)
+        name = path.parent.name if plain else path.name
+        short.append(name if lookup is None else f"{lookup}+{name}")
     return [
         name if short.count(name) == 1 else spec for name, spec in zip(short, specs, strict=True)
     ]

@@ -226,7 +226,9 @@ def test_sampled_text_has_the_targets_distribution(rule: str, target: TargetMode
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8, (statistic, freedom)
 
 
-def exact_law(target: TargetModel, sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
+def exact_law(
+    target: TargetModel, sampling: Sampling, length: int, prompt: list[int] = PROMPT
+) -> dict[tuple[int, ...], float]:
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
@@ -234,7 +236,7 @@ def exact_law(target: TargetModel, sampling: Sampling, length: int) -> dict[tupl
             if text and text[-1] in target.end_tokens:
                 longer[text] = probability
                 continue
-            states = target.forward(torch.tensor([[*PROMPT, *text]]))
+            states = target.forward(torch.tensor([[*prompt, *text]]))
             probs = sampling.probs(target.logits(states.hidden_BND[0, -1]))
             for token in probs.nonzero()[:, 0].tolist():
                 longer[(*text, token)] = probability * float(probs[token])

@@ -92,3 +92,31 @@ def test_hub_id_is_fetched_and_read_as_a_folder(
     assert read_drafter("someone/drafter") == PublicFolder(folder)
     with pytest.raises(UserError, match="no such drafter: no/such/folder"):
         read_drafter("no/such/folder")
+
+
+def test_a_kind_and_a_drafter_are_opened_as_one(tiny_target: TargetModel, tmp_path: Path) -> None:
+    checkpoint = made(tiny_target, "eagle")
+    checkpoint.calibration["accuracies_HK"] = [[0.5, 0.2]]
+    save_drafter(checkpoint, tmp_path / "own")
+    spec = f"suffix+{tmp_path / 'own'}"
+    bound = bind_drafter(read_drafter(spec), spec, tiny_target)
+    assert bound.drafter.kind == "suffix+eagle"
+    assert bound.drafter.core.kind == "eagle"
+    assert bound.contract == checkpoint.contract
+    assert bound.calibration == checkpoint.calibration
+    plain = speculative_generate(tiny_target, None, PROMPT, GenerationSettings(max_new_tokens=16))
+    assert drafts(tiny_target, bound)[0] == plain.tokens
+
+
+def test_two_kinds_without_training_are_opened_as_one(tiny_target: TargetModel) -> None:
+    assert read_drafter("suffix+ngram") is None
+    assert bind_drafter(None, "suffix+ngram", tiny_target).drafter.kind == "suffix+ngram"
+
+
+def test_a_folder_with_a_plus_in_its_name_is_a_folder(
+    tiny_target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_drafter(made(tiny_target, "eagle"), tmp_path / "suffix+mine")
+    bound = bind_drafter(read_drafter("suffix+mine"), "suffix+mine", tiny_target)
+    assert bound.drafter.kind == "eagle"

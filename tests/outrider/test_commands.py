@@ -98,15 +98,30 @@ def test_bench_drafts_a_dynamic_tree(
     assert record["lossless"]["identical"] == 2
 
 
-def test_compare_adds_prompt_lookup_and_writes_a_page(
+def test_compare_adds_what_needs_no_training_and_writes_a_page(
     outrider: Command, drafter_folder: Path, prompts: Path, tmp_path: Path
 ) -> None:
     options = ["--prompts", prompts, "--max-new-tokens", 8, "--dtype", "float32"]
     status, _, _ = outrider("compare", drafter_folder, *options, "--out", tmp_path / "r")
     assert status == 0
     record = json.loads((tmp_path / "r" / "report.json").read_text())
-    assert set(record["drafters"]) == {"three", "ngram"}
+    assert set(record["drafters"]) == {"three", "ngram", "suffix"}
     assert (tmp_path / "r" / "report.html").is_file()
+
+
+def test_bench_joins_a_lookup_and_a_drafter(
+    outrider: Command, drafter_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    options = ["--prompts", prompts, "--max-new-tokens", 16, "--dtype", "float32"]
+    for shape in (["--tree", 8], ["--chain", 10], []):
+        out = tmp_path / "bench.json"
+        joined = f"suffix+{drafter_folder}"
+        status, printed, error = outrider("bench", joined, *options, *shape, "--json", out)
+        assert status == 0, error
+        assert "suffix+three" in printed
+        record = json.loads(out.read_text())
+        assert record["settings"]["kind"] == "suffix+medusa"
+        assert record["lossless"]["identical"] == 2
 
 
 def test_generate_streams_the_answer_and_its_worth(outrider: Command, drafter_folder: Path) -> None:
@@ -152,6 +167,16 @@ WRONG = {
     ),
     "output exists": (["export", "{drafter}", "--to", "vllm", "--out", "{tmp}"], "exists"),
     "nothing to export": (["export", "ngram", "--to", "vllm", "--out", "{tmp}/x"], "nothing"),
+    "union to export": (
+        ["export", "suffix+{drafter}", "--to", "vllm", "--out", "{tmp}/x"],
+        "no engine runs as one; export {drafter}",
+    ),
+    "no drafter beside a lookup": (["bench", "suffix+nowhere"], "no such drafter: nowhere"),
+    "no lookup of that name": (["bench", "sufix+{drafter}"], "or KIND+DRAFTER"),
+    "union draws no trees": (
+        ["bench", "suffix+{drafter}", "--tree", "4", "--temperature", "1", "--rule", "token"],
+        "verifies chains only",
+    ),
     "not exported": (["check", "{tmp}"], "config.json"),
     "unknown kind": (["train", "medua"], "did you mean 'medusa'"),
     "kind without training": (["train", "ngram"], "medusa"),
