@@ -287,7 +287,10 @@ class Drafter(nn.Module, ABC):
 
 
 def drafter_kinds() -> list[str]:
-    """Every kind that has a file in this folder: one whose config says `kind: Literal["<its name>"]`."""
+    """Every kind that has a file in this folder.
+
+    Such a file has a config with `kind: Literal["<the file's name>"]`.
+    """
     return sorted(
         path.stem
         for path in Path(__file__).parent.glob("*.py")
