@@ -25,6 +25,7 @@ SHARED = [
     *("heads/blocks.py", "heads/schema.py", "heads/errors.py", "heads/files.py"),
     *("heads/cache.py", "heads/decoder.py", "heads/recurrent.py", "heads/rounds.py"),
     *("heads/students.py", "heads/adapters.py", "heads/writing.py"),
+    "heads/drawing.py",
     "infer/*.py",
     "distill/*.py",
     *("train/recipe.py", "train/trainer.py", "train/batches.py", "train/corpus.py"),
