@@ -534,7 +534,7 @@ def test_only_typical_acceptance_is_labelled_lossy() -> None:
             Sampling(0.7),
             chain(3),
             True,
-            r"temperature 0\.7 .* token, block, rec.*typical",
+            r"temperature 0\.7 .* token, block, .*typical",
         ),
         (
             "token",
