@@ -16,9 +16,9 @@ VENV_VLLM := .venv-vllm
 INSTALL := -m pip install -qq --no-input --disable-pip-version-check --prefer-binary --no-compile
 
 # Tests start several processes: threads that wait must not spin on the cores that the others need.
-test test-serving: export OMP_WAIT_POLICY = PASSIVE
+test test-slow test-serving: export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: venv venv-vllm demo lint test test-serving clean
+.PHONY: venv venv-vllm demo lint test test-slow test-serving clean
 
 venv: $(VENV)/.stamp
 
@@ -32,7 +32,10 @@ lint: venv
 	$(VENV)/bin/mypy
 
 test: venv
-	$(VENV)/bin/python -m pytest -m "not serving" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not serving and not slow" $(PYTEST_ARGS)
+
+test-slow: venv
+	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-serving: venv venv-vllm
 	OUTRIDER_VLLM_PYTHON="$(CURDIR)/$(VENV_VLLM)/bin/python" \
