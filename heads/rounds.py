@@ -85,6 +85,7 @@ class SteppingDrafter(Drafter):
         round_ = Round(self, memories, bases, states, done)
         try:
             if isinstance(budget.shape, DynamicTree):
+                assert budget.probs is None, "a dynamic tree holds the best candidates"
                 return round_.grown(budget.shape)
             return round_.filled(budget)
         finally:

@@ -104,7 +104,9 @@ def verify_traversal(tree: TokenTree, target: TargetView, choices: Choices) -> V
     """
     tokens = tree.tokens_N.tolist()
     left = [list(children) for children in tree.shape.children]
-    path, weights, p_left, q_left = [0], [1.0], {}, {}  # type: list[int], list[float], dict[int, Tensor], dict[int, Tensor]
+    path, weights = [0], [1.0]
+    p_left: dict[int, Tensor] = {}
+    q_left: dict[int, Tensor] = {}
     while True:
         node, weight = path[-1], weights[-1]
         p_V = p_left.setdefault(node, target.probs(node))
