@@ -19,10 +19,10 @@ INSTALL := -m pip install -qq --no-input --disable-pip-version-check --prefer-bi
 
 # Tests start several processes: threads that wait must not spin on the cores that the others need,
 # and two single threads get more done than two that wait for each other.
-test test-serving: export OMP_WAIT_POLICY = PASSIVE
-test test-serving: export OMP_NUM_THREADS = 1
+test test-slow test-serving: export OMP_WAIT_POLICY = PASSIVE
+test test-slow test-serving: export OMP_NUM_THREADS = 1
 
-.PHONY: venv venv-vllm demo lint test test-serving clean
+.PHONY: venv venv-vllm demo lint test test-slow test-serving clean
 
 venv: $(VENV)/.stamp
 
@@ -36,7 +36,10 @@ lint: venv
 	$(VENV)/bin/mypy
 
 test: venv
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not serving" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not serving and not slow" $(PYTEST_ARGS)
+
+test-slow: venv
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
 
 test-serving: venv venv-vllm
 	OUTRIDER_VLLM_PYTHON="$(CURDIR)/$(VENV_VLLM)/bin/python" \

@@ -177,12 +177,15 @@ class DraftBudget:
     own confidence; it may return a smaller tree, never a larger one. `probs`: None for
     deterministic drafts (the drafter's best candidates, by rank); else the map from logits [..., V]
     to probabilities (same temperature and truncation as the target): the drafts are then drawn from
-    it with `generator` and come with their `draft_probs_NV`.
+    it with `generator` and come with their `draft_probs_NV`. The children of a node are drawn in
+    their order, with or without `replacement`; where q has fewer tokens than a node has children
+    without it, the others are left out.
     """
 
     shape: TreeShape | DynamicTree
     probs: Callable[[Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
+    replacement: bool = True
 
 
 class DrafterConfig(Strict):
@@ -205,7 +208,7 @@ class Drafter(nn.Module, ABC):
     Config: ClassVar[type[DrafterConfig]]
     trainable: ClassVar[bool] = True
     can_sample: ClassVar[bool] = False
-    """Whether it can draw drafts at random and tell their true probabilities (chains)."""
+    """Whether it can draw drafts at random and tell their true probabilities."""
     reduces_vocab: ClassVar[bool] = True
     """Whether it can draft over a draft vocabulary."""
     can_grow: ClassVar[bool] = False

@@ -26,6 +26,7 @@ from heads.base import (
     TrainingBatch,
 )
 from heads.blocks import OutputHead, ResidualStack, fill_nan
+from heads.drawing import draw_children, drawn_tree, parent_rows
 from heads.errors import UserError
 from heads.tree import TokenTree, TreeShape
 from heads.vocab import VocabMap
@@ -177,16 +178,19 @@ class Medusa(Drafter):
     def _sample(
         self, logits_HV: Tensor, shape: TreeShape, root: list[int], budget: DraftBudget
     ) -> TokenTree:
-        """A chain drawn from each head's own distribution, with that distribution."""
-        assert budget.probs is not None and shape.is_chain
+        """A tree drawn from each head's own distribution, with that distribution."""
+        assert budget.probs is not None
         if self._vocab is not None:
             logits_HV = self._vocab.spread(logits_HV)
         probs_HV = budget.probs(logits_HV).cpu()
-        drawn = torch.multinomial(probs_HV, 1, generator=budget.generator)[:, 0]
-        leaf_V = torch.zeros_like(probs_HV[:1])
-        return TokenTree(
-            shape, torch.cat([torch.tensor(root), drawn]), torch.cat([probs_HV, leaf_V])
-        )
+        rows = [min(depth, len(probs_HV) - 1) for depth in shape.depths[: parent_rows(shape)]]
+        probs_NV, most = probs_HV[rows], max(map(len, shape.children))
+        children_NK = draw_children(probs_NV, most, budget.replacement, budget.generator)
+        tokens_N = torch.tensor([*root, *[0] * (len(shape) - 1)])
+        for node, children in enumerate(shape.children):
+            if children:
+                tokens_N[list(children)] = children_NK[node, : len(children)]
+        return drawn_tree(shape, tokens_N, probs_NV)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self._vocab is None else self._vocab.to_target(draft_ids)

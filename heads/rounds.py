@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from heads.base import DraftBudget, Drafter, DraftState
 from heads.cache import TreeCache
+from heads.drawing import draw_children, drawn_tree, parent_rows
 from heads.errors import UserError
 from heads.tree import DynamicTree, TokenTree, TreeShape
 from heads.vocab import VocabMap
@@ -84,11 +85,10 @@ class SteppingDrafter(Drafter):
         bases = [memory.length for memory in memories]
         round_ = Round(self, memories, bases, states, done)
         try:
-            if budget.probs is not None:
-                return round_.sampled(budget)
             if isinstance(budget.shape, DynamicTree):
+                assert budget.probs is None, "a dynamic tree holds the best candidates"
                 return round_.grown(budget.shape)
-            return round_.filled(budget.shape)
+            return round_.filled(budget)
         finally:
             for memory, base in zip(memories, bases, strict=True):
                 memory.commit(base, [])
@@ -124,18 +124,25 @@ class Round:
         # Of each request: which of its expanded nodes each expanded node sees.
         self.seen = [torch.zeros(0, 0, dtype=torch.bool) for _ in states]
 
-    def filled(self, shape: TreeShape) -> list[TokenTree]:
-        """The static tree: each node takes its parent's candidate of its rank."""
-        requests, tokens_RN = len(self.roots), torch.zeros(len(self.roots), len(shape)).long()
+    def filled(self, budget: DraftBudget) -> list[TokenTree]:
+        """The static tree: each node takes its parent's candidate of its rank, or one drawn."""
+        shape, requests = budget.shape, len(self.roots)
+        assert isinstance(shape, TreeShape), shape
+        tokens_RN = torch.zeros(requests, len(shape)).long()
         tokens_RN[:, 0] = torch.tensor(self.roots)
+        drawn: list[tuple[list[int], Tensor]] = []
         level, done, slots = [0], self.first, {0: -1}
         for depth in range(1, shape.depth + 1):
             nodes = [n for n in range(len(shape)) if shape.depths[n] == depth]
             places = torch.tensor([level.index(shape.parents[n]) for n in nodes])
-            ranks = torch.tensor([shape.ranks[n] for n in nodes])
-            best = self._candidates(done.output, int(ranks.max()) + 1)
-            best_RPK = best.view(requests, len(level), -1).cpu()
-            tokens_RN[:, nodes] = best_RPK[:, places, ranks]
+            if budget.probs is None:
+                ranks = torch.tensor([shape.ranks[n] for n in nodes])
+                best = self._candidates(done.output, int(ranks.max()) + 1).cpu()
+            else:
+                ranks = torch.tensor([shape.children[shape.parents[n]].index(n) for n in nodes])
+                best, probs = self._drawn(done.output, int(ranks.max()) + 1, budget)
+                drawn.append((level, probs.view(requests, len(level), -1)))
+            tokens_RN[:, nodes] = best.view(requests, len(level), -1)[:, places, ranks]
             inner = [n for n in nodes if shape.children[n]]
             if not inner:
                 break
@@ -144,13 +151,18 @@ class Round:
             above = torch.tensor([slots[shape.parents[n]] for n in inner])
             slots |= {n: len(slots) - 1 + i for i, n in enumerate(inner)}
             done = self._expand(
-                tokens_RN[:, inner],
+                tokens_RN[:, inner].clamp(min=0),
                 states_RPD[:, parents.to(self.device)].flatten(0, 1),
                 above.expand(requests, -1),
                 depth,
             )
             level = inner
-        return [TokenTree(shape, tokens_N) for tokens_N in tokens_RN]
+        if not drawn:
+            return [TokenTree(shape, tokens_N) for tokens_N in tokens_RN]
+        q_RNV = torch.zeros(requests, parent_rows(shape), drawn[0][1].shape[-1])
+        for level, q_RPV in drawn:
+            q_RNV[:, level] = q_RPV
+        return [drawn_tree(shape, *row) for row in zip(tokens_RN, q_RNV, strict=True)]
 
     def grown(self, tree: DynamicTree) -> list[TokenTree]:
         """The dynamic tree of arXiv 2406.16858, section 4: expand, then re-rank.
@@ -187,28 +199,6 @@ class Round:
             states_RPD = done.state.view(requests, len(tokens_RK[0]), -1)
             above = first_slot + places_RK
         return [found.tree(row, root, tree.num_drafts) for row, root in enumerate(self.roots)]
-
-    def sampled(self, budget: DraftBudget) -> list[TokenTree]:
-        """Chains drawn from the drafter's own distributions, with those distributions."""
-        shape = budget.shape
-        assert budget.probs is not None and isinstance(shape, TreeShape) and shape.is_chain
-        requests, done = len(self.roots), self.first
-        tokens_RN, probs = [torch.tensor(self.roots)], []
-        for depth in range(1, shape.depth + 1):
-            logits_RV, vocab = self.drafter.logits(done.output), self.drafter._vocab
-            logits_RV = logits_RV if vocab is None else vocab.spread(logits_RV)
-            probs_RV = budget.probs(logits_RV).cpu()
-            drawn_R = torch.multinomial(probs_RV, 1, generator=budget.generator)[:, 0]
-            tokens_RN.append(drawn_R)
-            probs.append(probs_RV)
-            if depth < shape.depth:
-                above = torch.full((requests, 1), depth - 2)
-                done = self._expand(drawn_R[:, None], done.state, above, depth)
-        if not probs:
-            return [TokenTree(shape, torch.tensor([root])) for root in self.roots]
-        probs.append(torch.zeros_like(probs[0]))
-        tokens, q_RNV = torch.stack(tokens_RN, dim=1), torch.stack(probs, dim=1)
-        return [TokenTree(shape, tokens[row], q_RNV[row]) for row in range(requests)]
 
     def _expand(self, tokens_RP: Tensor, states_ND: Tensor, above_RP: Tensor, depth: int) -> Step:
         """Run P nodes of depth `depth` a request; `above_RP` the expanded node over each, or -1."""
@@ -248,6 +238,14 @@ class Round:
             # Of equal logits the lowest id, as every engine's argmax; topk leaves that open.
             return self.drafter.to_target(logits_NV.float().argmax(-1, keepdim=True))
         return self.drafter.to_target(logits_NV.float().topk(count, dim=-1).indices)
+
+    def _drawn(self, output_ND: Tensor, count: int, budget: DraftBudget) -> tuple[Tensor, Tensor]:
+        """`count` target ids [N, count] a node, drawn from its q [N, target vocabulary]."""
+        assert budget.probs is not None
+        logits_NV, vocab = self.drafter.logits(output_ND), self.drafter._vocab
+        logits_NV = logits_NV if vocab is None else vocab.spread(logits_NV)
+        probs_NV = budget.probs(logits_NV).cpu()
+        return draw_children(probs_NV, count, budget.replacement, budget.generator), probs_NV
 
     def _scored(self, output_ND: Tensor, values_RP: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Candidates [R, P * width] with the sum of log-probabilities along their paths."""

@@ -19,7 +19,8 @@ from heads.errors import UserError
 from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.sampling import Sampling
 from infer.target import TargetModel, TargetStates
-from infer.verify import RandomChoices, Rule, TargetView, check_rule, rule_by_name
+from infer.verdict import RandomChoices, TargetView
+from infer.verify import Rule, check_rule, rule_by_name
 
 PARTS = ("prefill", "target", "draft", "verify", "commit", "other")
 
@@ -163,7 +164,8 @@ class _Request:
         if self.drafter is None or cache.length + len(shape) > self.target.max_positions:
             return TokenTree(chain(0), torch.tensor(self.state.tokens[-1:]))
         probs = self.settings.sampling.probs if self.rule.needs_draft_probs else None
-        tree = self.drafter.propose(self.state, DraftBudget(shape, probs, self.generator))
+        budget = DraftBudget(shape, probs, self.generator, self.rule.replacement)
+        tree = self.drafter.propose(self.state, budget)
         assert len(tree.shape) <= len(shape), (tree.shape, shape)
         return tree
 

@@ -17,7 +17,8 @@ from infer.loop import GenerationSettings, check_grows, speculative_generate
 from infer.sampling import Sampling
 from infer.target import TargetModel
 from infer.trees import best_static_tree, grow_static_tree, load_tree
-from infer.verify import TargetView, rule_by_name
+from infer.verdict import TargetView
+from infer.verify import rule_by_name
 
 DEFAULT_CHAIN = 10
 MAX_CHAIN = 512

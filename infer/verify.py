@@ -3,7 +3,8 @@
 A rule is a pure function of the tree, the target's view of it, and the random choices it may
 make. It never asks for more randomness than it uses, so that an enumeration over every choice
 gives its exact law; the tests prove with it that the lossless rules emit the target's
-distribution.
+distribution. Here are the rules over deterministic drafts, and the list of all of them; those over
+drafts that were drawn at random are in `infer.rejection`.
 
 p is the target's distribution, q the drafter's, both after the same temperature and truncation.
 Shapes: N tree nodes (root included), V target vocabulary.
@@ -12,86 +13,24 @@ Shapes: N tree nodes (root included), V target vocabulary.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from heads.errors import UserError, unknown_name
 from heads.tree import DynamicTree, TokenTree, TreeShape
-from infer.sampling import Sampling, draw
+from infer.rejection import (
+    verify_block,
+    verify_recursive_with,
+    verify_recursive_without,
+    verify_token,
+    verify_traversal,
+)
+from infer.sampling import Sampling
+from infer.verdict import Choices, TargetView, Verdict, without
 
 TYPICAL_EPSILON = 0.09
 TYPICAL_DELTA = 0.3
-
-
-class Choices(Protocol):
-    """The randomness a rule may use."""
-
-    def accept(self, probability: float) -> bool:
-        """True with this probability."""
-        ...
-
-    def draw(self, probs_V: Tensor) -> int:
-        """A token id drawn from probs [V]."""
-        ...
-
-
-class RandomChoices:
-    """Choices from a generator on the CPU: the same seed makes the same choices on any device."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def accept(self, probability: float) -> bool:
-        """True with this probability; 0 never, 1 always."""
-        return float(self._uniform()) < probability
-
-    def draw(self, probs_V: Tensor) -> int:
-        """A token id drawn from probs [V], never one of probability zero."""
-        return int(draw(probs_V, self._uniform().to(probs_V.device)))
-
-    def _uniform(self) -> Tensor:
-        return torch.rand((), dtype=torch.float64, generator=self.generator)
-
-
-class TargetView:
-    """What a rule sees of the target's forward over a tree.
-
-    Row i of `logits_NV` predicts the token after node i.
-    """
-
-    def __init__(self, logits_NV: Tensor, sampling: Sampling) -> None:
-        self._logits_NV = logits_NV
-        self._sampling = sampling
-        self._argmax_N: list[int] | None = None
-        self._probs_V: dict[int, Tensor] = {}
-
-    def argmax(self, node: int) -> int:
-        """The most likely token after a node, the lowest id among ties (all nodes at once)."""
-        if self._argmax_N is None:
-            logits_NV = self._logits_NV
-            if logits_NV.dtype in (torch.bfloat16, torch.float16):
-                logits_NV = logits_NV.float()  # exact, and several times faster on a CPU
-            self._argmax_N = logits_NV.argmax(-1).tolist()
-        return self._argmax_N[node]
-
-    def probs(self, node: int) -> Tensor:
-        """The target's distribution p [V] after a node, computed at its first use and kept."""
-        if node not in self._probs_V:
-            self._probs_V[node] = self._sampling.probs(self._logits_NV[node])
-        return self._probs_V[node]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`path`: the accepted nodes, root (0) first, ascending; `next_token`: what follows them.
-
-    The next token is the correction after a rejected draft, the bonus when there was none left.
-    """
-
-    path: tuple[int, ...]
-    next_token: int
 
 
 def verify_greedy(tree: TokenTree, target: TargetView, choices: Choices) -> Verdict:
@@ -104,28 +43,6 @@ def verify_greedy(tree: TokenTree, target: TargetView, choices: Choices) -> Verd
         if child is None:
             return Verdict(tuple(path), wanted)
         path.append(child)
-
-
-def verify_token(tree: TokenTree, target: TargetView, choices: Choices) -> Verdict:
-    """Token-wise rejection sampling over a chain (arXiv 2211.17192, algorithm 1).
-
-    A draft x drawn from q is accepted with min(1, p(x) / q(x)); after a rejection the next token
-    is drawn from norm(max(p - q, 0)), after the last acceptance from p.
-    """
-    assert tree.shape.is_chain, f"token-wise rejection was given the tree {tree.shape.parents}"
-    tokens = tree.tokens_N.tolist()
-    last = len(tokens) - 1
-    for node, token in enumerate(tokens[1:]):
-        assert tree.draft_probs_NV is not None, "drafts came without the q they were drawn from"
-        p_V = target.probs(node)
-        q_V = tree.draft_probs_NV[node].to(p_V.device)
-        p, q = float(p_V[token]), float(q_V[token])
-        assert q > 0, f"draft token {token} at node {node + 1} has probability {q} in its own q"
-        if not choices.accept(min(1.0, p / q)):
-            # Where p equals q up to rounding nothing remains, and p itself is the residual's limit.
-            residual_V = _normalised((p_V - q_V).clamp(min=0), instead=p_V)
-            return Verdict(tuple(range(node + 1)), choices.draw(residual_V))
-    return Verdict(tuple(range(last + 1)), choices.draw(target.probs(last)))
 
 
 def verify_topk_tree(tree: TokenTree, target: TargetView, choices: Choices) -> Verdict:
@@ -142,7 +59,7 @@ def verify_topk_tree(tree: TokenTree, target: TargetView, choices: Choices) -> V
             if choices.accept(min(1.0, float(probs_V[tokens[child]]))):
                 accepted = child
                 break
-            probs_V = _without(probs_V, tokens[child])
+            probs_V = without(probs_V, tokens[child])
         if accepted is None:
             return Verdict(tuple(path), choices.draw(probs_V))
         path.append(accepted)
@@ -179,35 +96,24 @@ def typical_threshold(p_V: Tensor) -> float:
     return min(TYPICAL_EPSILON, TYPICAL_DELTA * math.exp(-entropy))
 
 
-def _normalised(weights_V: Tensor, instead: Tensor) -> Tensor:
-    """Weights [V] divided by their sum; `instead` when there is nothing to divide."""
-    total = weights_V.sum(dtype=torch.float64)
-    return weights_V / total if bool(total > 0) else instead
-
-
-def _without(probs_V: Tensor, token: int) -> Tensor:
-    """Probabilities [V] given that it is not `token`."""
-    others_V = probs_V.clone()
-    others_V[token] = 0.0
-    return _normalised(others_V, instead=probs_V)
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A verification rule and what it asks for.
 
     `lossless`: the emitted text has the target's distribution. `needs_draft_probs`: the drafts
-    must be drawn at random and come with their q. `chains_only`: no tree. `greedy_only`: holds at
-    temperature 0 alone; the others become greedy verification there.
+    must be drawn at random and come with their q, the children of a node with or without
+    `replacement`. `chains_only`: no tree. `greedy_only`: holds at temperature 0 alone; the others
+    become greedy verification there.
     """
 
     name: str
-    lossless: bool
-    needs_draft_probs: bool
-    chains_only: bool
-    greedy_only: bool
     describe: str
     apply: Callable[[TokenTree, TargetView, Choices], Verdict]
+    lossless: bool = True
+    needs_draft_probs: bool = False
+    replacement: bool = True
+    chains_only: bool = False
+    greedy_only: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -215,39 +121,54 @@ RULES: dict[str, Rule] = {
     for rule in (
         Rule(
             name="greedy",
-            lossless=True,
-            needs_draft_probs=False,
-            chains_only=False,
-            greedy_only=True,
             describe="accept the target's most likely token; equals greedy decoding",
             apply=verify_greedy,
+            greedy_only=True,
         ),
         Rule(
             name="token",
-            lossless=True,
-            needs_draft_probs=True,
-            chains_only=True,
-            greedy_only=False,
             describe="token-wise rejection sampling of a chain drawn from the drafter",
             apply=verify_token,
+            needs_draft_probs=True,
+            chains_only=True,
+        ),
+        Rule(
+            name="block",
+            describe="rejection sampling of a drawn chain as a whole; keeps more than token-wise",
+            apply=verify_block,
+            needs_draft_probs=True,
+            chains_only=True,
+        ),
+        Rule(
+            name="recursive_with",
+            describe="rejection sampling along a tree, siblings drawn with replacement",
+            apply=verify_recursive_with,
+            needs_draft_probs=True,
+        ),
+        Rule(
+            name="recursive_without",
+            describe="rejection sampling along a tree, siblings drawn without replacement",
+            apply=verify_recursive_without,
+            needs_draft_probs=True,
+            replacement=False,
+        ),
+        Rule(
+            name="traversal",
+            describe="rejection sampling of a tree drawn without replacement, from leaf to root",
+            apply=verify_traversal,
+            needs_draft_probs=True,
+            replacement=False,
         ),
         Rule(
             name="topk_tree",
-            lossless=True,
-            needs_draft_probs=False,
-            chains_only=False,
-            greedy_only=False,
             describe="sampling from the target along a tree of the drafter's best candidates",
             apply=verify_topk_tree,
         ),
         Rule(
             name="typical",
-            lossless=False,
-            needs_draft_probs=False,
-            chains_only=False,
-            greedy_only=False,
             describe="typical acceptance (lossy): keeps plausible drafts, changes the distribution",
             apply=verify_typical,
+            lossless=False,
         ),
     )
 }

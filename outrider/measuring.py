@@ -33,7 +33,9 @@ class RunOptions:
     rule: Annotated[
         str | None,
         typer.Option(
-            help="greedy, token, topk_tree, or typical (lossy). Default: a lossless one that fits."
+            help="greedy, topk_tree, typical (lossy); for drafts drawn at random token, block "
+            "(chains), recursive_with, recursive_without, traversal (trees). Default: a lossless "
+            "one that fits."
         ),
     ] = None
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0

@@ -26,6 +26,7 @@ SHARED = [
     *("heads/cache.py", "heads/decoder.py", "heads/recurrent.py", "heads/rounds.py"),
     *("heads/students.py", "heads/adapters.py", "heads/writing.py"),
     *("heads/lookup.py", "heads/union.py"),
+    "heads/drawing.py",
     "infer/*.py",
     "distill/*.py",
     *("train/recipe.py", "train/trainer.py", "train/batches.py", "train/corpus.py"),

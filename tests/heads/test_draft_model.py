@@ -162,20 +162,22 @@ def test_a_dynamic_tree_keeps_the_likeliest_of_what_it_expanded(tiny_target: Tar
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=8), Sampling(1.3, top_p=0.8)])
+@pytest.mark.parametrize("shape", [chain(3), TREE], ids=["chain", "tree"])
 @torch.no_grad()
-def test_sampled_chains_tell_the_true_probabilities(
-    sampling: Sampling, tiny_target: TargetModel
+def test_drawn_drafts_tell_the_true_probabilities(
+    shape: TreeShape, sampling: Sampling, tiny_target: TargetModel
 ) -> None:
     drafter = made(tiny_target, student={"layers": 2})
     state, generator = DraftState(list(PROMPT)), torch.Generator().manual_seed(5)
     for new in ROUNDS:
-        tree = drafter.propose(state, DraftBudget(chain(3), sampling.probs, generator))
+        tree = drafter.propose(state, DraftBudget(shape, sampling.probs, generator, False))
         assert tree.draft_probs_NV is not None
-        for node in range(3):
-            text = state.tokens + tree.tokens_N[1 : node + 1].tolist()
-            q_V = sampling.probs(plain_logits(drafter, text)[-1])
-            torch.testing.assert_close(tree.draft_probs_NV[node], q_V, rtol=1e-4, atol=1e-5)
-            assert q_V[int(tree.tokens_N[node + 1])] > 0
+        for node, children in enumerate(tree.shape.children):
+            if children:
+                text = state.tokens + tree.tokens_N[tree.shape.path(node)[1:]].tolist()
+                q_V = sampling.probs(plain_logits(drafter, text)[-1])
+                torch.testing.assert_close(tree.draft_probs_NV[node], q_V, rtol=1e-4, atol=1e-5)
+                assert bool((q_V[tree.tokens_N[list(children)]] > 0).all())
         state.tokens = [*state.tokens, *new]
 
 

@@ -284,16 +284,23 @@ def test_a_dynamic_tree_keeps_the_likeliest_of_what_it_expanded(
     assert sorted(got) == sorted(wanted)
 
 
+@pytest.mark.parametrize(
+    ("shape", "replacement"), [(chain(3), True), (TREE, True), (TREE, False)], ids=str
+)
 @torch.no_grad()
-def test_sampled_chains_tell_the_probabilities_of_each_step(tiny_target: TargetModel) -> None:
+def test_drawn_drafts_tell_the_probabilities_of_each_step(
+    shape: TreeShape, replacement: bool, tiny_target: TargetModel
+) -> None:
     drafter, text = made(tiny_target, "eagle3", draft_vocab_size=40), [1, 20, 21, 22, 30]
     sampling, generator = Sampling(0.7, top_k=8), torch.Generator().manual_seed(5)
     states = requests(tiny_target, drafter, [text, [1, 50, 51]])
-    for tree in drafter.propose_batch(states, DraftBudget(chain(3), sampling.probs, generator)):
+    budget = DraftBudget(shape, sampling.probs, generator, replacement)
+    for tree in drafter.propose_batch(states, budget):
+        assert tree.shape == TreeShape(shape.parents)
         assert tree.draft_probs_NV is not None
         start = text if int(tree.tokens_N[0]) == 30 else [1, 50, 51]
-        for node in range(3):
-            path = tree.tokens_N[1 : node + 1].tolist()
+        for node in {parent for parent in shape.parents if parent >= 0}:
+            path = tree.tokens_N[shape.path(node)[1:]].tolist()
             scores = log_probs_after(tiny_target, drafter, start, path)
             full_V = torch.full((tiny_target.identity.vocab_size,), float("-inf"))
             full_V[drafter.draft_ids] = scores

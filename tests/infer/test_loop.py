@@ -12,6 +12,7 @@ from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.loop import GenerationSettings, speculative_generate
 from infer.sampling import Sampling
 from infer.target import TargetModel
+from infer.verify import RULES
 from tests.conftest import tiny_model, tiny_tokenizer
 
 PROMPT = [1, 20, 21, 22]
@@ -206,24 +207,65 @@ def test_the_same_seed_gives_the_same_sample(target: TargetModel) -> None:
     assert sample(1) == sample(1) != sample(2)
 
 
-@pytest.mark.parametrize("rule", ["topk_tree", "token"])
-def test_sampled_text_has_the_targets_distribution(rule: str, target: TargetModel) -> None:
-    """The second new token, over many seeds, against its exact law (chi-square)."""
+SAMPLED = [name for name, rule in RULES.items() if rule.lossless and not rule.greedy_only]
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "draws"),
+    [
+        *((rule, "medusa", 600) for rule in SAMPLED),
+        *(pytest.param(rule, "medusa", 20_000, marks=SLOW) for rule in SAMPLED),
+        pytest.param("traversal", "draft_model", 20_000, marks=SLOW),
+    ],
+)
+def test_sampled_text_has_the_targets_distribution(rule: str, kind: str, draws: int) -> None:
+    """The first three new tokens, over many seeds, against their exact law (chi-square)."""
     from tests.heads.test_drafters import new_drafter
 
-    sampling = Sampling(0.3, top_k=4)
-    drafter = new_drafter("medusa", target)
-    shape = chain(2) if rule == "token" else TreeShape((-1, 0, 0, 1))
-    draws = 600
+    model = tiny_model(vocab_size=16, num_hidden_layers=2)
+    target, sampling = TargetModel(model, tiny_tokenizer(), "tiny"), Sampling(0.8, top_k=6)
+    drafter, prompt = new_drafter(kind, target), [1, 5, 6, 7]
+    shape = chain(2) if RULES[rule].chains_only else TreeShape((-1, 0, 0, 1, 1, 2))
     counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
     for seed in range(draws):
         settings = GenerationSettings(3, sampling, rule, shape, seed)
-        counts[tuple(speculative_generate(target, drafter, PROMPT, settings).tokens)] += 1
-    law = exact_law(target, sampling, 3)
-    assert set(counts) <= set(law)
-    statistic = sum((counts[k] - draws * p) ** 2 / (draws * p) for k, p in law.items())
-    freedom = len(law) - 1
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8, (statistic, freedom)
+        result = speculative_generate(target, drafter, prompt, settings)
+        counts[tuple(result.tokens)] += 1
+        accepted += result.accepted
+    law = exact_law(target, sampling, 3, prompt)
+    assert set(counts) <= set(law) and accepted > draws / 5
+    chance = chi_square_chance(counts, law)
+    assert chance > 0.001, chance
+
+
+def chi_square_chance(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """How likely counts are at least this far from the law; texts expected under 5 times are one.
+
+    The upper tail of Pearson's statistic.
+    """
+    draws, statistic, cells = counts.total(), 0.0, 0
+    rare_found, rare_expected = 0, 0.0
+    for text, p in law.items():
+        if draws * p < 5:
+            rare_found, rare_expected = rare_found + counts[text], rare_expected + draws * p
+        else:
+            statistic, cells = statistic + (counts[text] - draws * p) ** 2 / (draws * p), cells + 1
+    if rare_expected >= 5:
+        statistic += (rare_found - rare_expected) ** 2 / rare_expected
+        cells += 1
+    half = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def test_the_chi_square_test_tells_a_wrong_law() -> None:
+    law = {(0,): 0.5, (1,): 0.3, (2,): 0.1999, (3,): 0.0001}
+    right = Counter({(0,): 10_050, (1,): 5_950, (2,): 3_999, (3,): 1})
+    assert chi_square_chance(right, law) == pytest.approx(0.707, abs=0.02)
+    wrong = Counter({(0,): 10_300, (1,): 5_700, (2,): 3_998, (3,): 2})
+    assert chi_square_chance(wrong, law) < 0.001
 
 
 def exact_law(

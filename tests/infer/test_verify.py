@@ -4,8 +4,6 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import pytest
 import torch
@@ -14,75 +12,32 @@ from torch import Tensor
 from heads.errors import UserError
 from heads.tree import DynamicTree, TokenTree, TreeShape, chain
 from infer.sampling import Sampling
-from infer.verify import (
-    RULES,
-    Choices,
-    RandomChoices,
-    Rule,
-    TargetView,
-    Verdict,
-    check_rule,
-    rule_by_name,
-    typical_threshold,
+from infer.verdict import Choices, RandomChoices, TargetView, Verdict
+from infer.verify import RULES, check_rule, rule_by_name, typical_threshold
+from tests.infer.worlds import (
+    ROOT_TOKEN,
+    SHAPES,
+    THREE_LEVELS,
+    TWO_BY_TWO,
+    Law,
+    Text,
+    VerdictLaw,
+    World,
+    assert_equals_ref,
+    assert_same_law,
+    draft_grown,
+    draft_ranked,
+    draft_sampled,
+    emitted,
+    logits_of,
+    node_prefixes,
+    one_round,
+    outcomes,
+    speculative_law,
+    total_variation,
+    verdicts,
+    view,
 )
-
-T = TypeVar("T")
-Text = tuple[int, ...]
-Law = dict[Text, float]
-VerdictLaw = dict[tuple[Text, int], float]
-
-ROOT_TOKEN = 0
-TWO_BY_TWO = TreeShape((-1, 0, 0, 1, 1, 2, 2))
-THREE_LEVELS = TreeShape((-1, 0, 0, 0, 1, 1, 2, 4, 4, 7), (0, 0, 1, 2, 0, 2, 1, 0, 1, 0))
-BRANCHING = TreeShape((-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5))
-SHAPES = [chain(0), chain(1), chain(3), TWO_BY_TWO, THREE_LEVELS, BRANCHING]
-
-
-# Enumeration.
-
-
-class ScriptedChoices:
-    """Replays a prefix of decisions, then takes the first possible one and notes the others."""
-
-    def __init__(self, script: tuple[int, ...]) -> None:
-        self.script, self.taken = script, ()  # type: tuple[int, ...], tuple[int, ...]
-        self.probability = 1.0
-        self.untried: list[tuple[int, ...]] = []
-
-    def accept(self, probability: float) -> bool:
-        assert 0 <= probability <= 1
-        return self._choose([1 - probability, probability]) == 1
-
-    def draw(self, probs_V: Tensor) -> int:
-        probs = probs_V.double().tolist()
-        assert min(probs) >= 0 and sum(probs) == pytest.approx(1, abs=1e-12)
-        return self._choose(probs)
-
-    def _choose(self, weights: list[float]) -> int:
-        at = len(self.taken)
-        possible = [option for option, weight in enumerate(weights) if weight > 0]
-        if at < len(self.script):
-            option = self.script[at]
-        else:
-            option = possible[0]
-            self.untried += [(*self.taken, other) for other in possible[1:]]
-        self.taken += (option,)
-        self.probability *= weights[option]
-        return option
-
-
-def outcomes(run: Callable[[Choices], T]) -> Iterator[tuple[T, float]]:
-    """Every outcome of `run` with its exact probability, in float64."""
-    scripts: list[tuple[int, ...]] = [()]
-    while scripts:
-        choices = ScriptedChoices(scripts.pop())
-        yield run(choices), choices.probability
-        scripts += choices.untried
-
-
-def verdicts(rule: str, tree: TokenTree, target: TargetView) -> list[tuple[Verdict, float]]:
-    """Every verdict of a rule on one tree with its probability."""
-    return list(outcomes(lambda choices: RULES[rule].apply(tree, target, choices)))
 
 
 def test_the_enumeration_covers_every_branch_once() -> None:
@@ -94,165 +49,6 @@ def test_the_enumeration_covers_every_branch_once() -> None:
     found = sorted(outcomes(two_coins_or_a_die))
     assert [name for name, _ in found] == ["coin False", "coin True", "die 0", "die 2"]
     assert [p for _, p in found] == [0.375, 0.375, 0.125, 0.125]
-
-
-# Small worlds: a distribution for every prefix.
-
-
-class World:
-    """Conditional tables: a distribution over V tokens after every prefix, made when asked for.
-
-    Some are smooth, some sparse (zeros), some one-hots.
-    """
-
-    def __init__(self, vocab_size: int, seed: int, near: "World | None" = None) -> None:
-        self.vocab_size, self.seed, self.near = vocab_size, seed, near
-        self.tables: dict[Text, list[float]] = {}
-
-    def after(self, prefix: Text) -> list[float]:
-        if prefix not in self.tables:
-            self.tables[prefix] = self._made(prefix)
-        return self.tables[prefix]
-
-    def _made(self, prefix: Text) -> list[float]:
-        rng = random.Random(f"{self.seed} {prefix}")
-        kind = rng.random()
-        if self.near is not None and kind < 0.15:
-            return self.near.after(prefix)
-        weights = [rng.random() ** 3 for _ in range(self.vocab_size)]
-        if kind > 0.85:
-            weights = [0.0] * self.vocab_size
-        elif kind > 0.6:
-            weights = [w if rng.random() < 0.5 else 0.0 for w in weights]
-        if sum(weights) == 0:
-            weights[rng.randrange(self.vocab_size)] = 1.0
-        return [w / sum(weights) for w in weights]
-
-    def best(self, prefix: Text) -> list[int]:
-        """Tokens by falling probability, the lowest first among ties."""
-        probs = self.after(prefix)
-        return sorted(range(self.vocab_size), key=lambda token: (-probs[token], token))
-
-    def law(self, length: int, prefix: Text = ()) -> Law:
-        """The joint law of the next `length` tokens."""
-        if length == 0:
-            return {(): 1.0}
-        return {
-            (token, *rest): p * p_rest
-            for token, p in enumerate(self.after(prefix))
-            if p > 0
-            for rest, p_rest in self.law(length - 1, (*prefix, token)).items()
-        }
-
-
-def logits_of(probs_NV: list[list[float]]) -> Tensor:
-    return torch.tensor(probs_NV, dtype=torch.float64).log()
-
-
-def node_prefixes(shape: TreeShape, tokens: list[int], prefix: Text) -> list[Text]:
-    """What stands before the token that each node predicts."""
-    found = [prefix]
-    for node, parent in enumerate(shape.parents[1:], start=1):
-        found.append((*found[parent], tokens[node]))
-    return found
-
-
-def draft_ranked(shape: TreeShape, drafter: World, prefix: Text) -> TokenTree:
-    """A deterministic tree: every node its parent's candidate of its rank."""
-    tokens, prefixes = [ROOT_TOKEN], [prefix]
-    for node, parent in enumerate(shape.parents[1:], start=1):
-        tokens.append(drafter.best(prefixes[parent])[shape.ranks[node]])
-        prefixes.append((*prefixes[parent], tokens[-1]))
-    return TokenTree(shape, torch.tensor(tokens))
-
-
-def draft_grown(size: DynamicTree, drafter: World, prefix: Text) -> TokenTree:
-    """A tree of the drafter's likeliest paths, another one after every prefix."""
-    levels: list[list[tuple[float, Text]]] = [[(1.0, ())]]
-    for _ in range(size.depth):
-        best = sorted(levels[-1], key=lambda node: -node[0])[: size.top_k]
-        levels.append(
-            [
-                (value * drafter.after((*prefix, *path))[token], (*path, token))
-                for value, path in best
-                for token in drafter.best((*prefix, *path))[: size.top_k]
-            ]
-        )
-    found = [node for level in levels[1:] for node in level if node[0] > 0]
-    kept = sorted(found, key=lambda node: (-node[0], len(node[1])))[: size.num_drafts]
-    paths = [(), *sorted((path for _, path in kept), key=len)]
-    parents = tuple(paths.index(path[:-1]) if path else -1 for path in paths)
-    return TokenTree(TreeShape(parents), torch.tensor([p[-1] if p else ROOT_TOKEN for p in paths]))
-
-
-def draft_sampled(shape: TreeShape, drafter: World, prefix: Text, choices: Choices) -> TokenTree:
-    """A chain drawn from the drafter, with its q."""
-    tokens, probs = [ROOT_TOKEN], [drafter.after(prefix)]
-    for _ in shape.parents[1:]:
-        q_V = torch.tensor(probs[-1], dtype=torch.float64)
-        tokens.append(choices.draw(q_V))
-        prefix = (*prefix, tokens[-1])
-        probs.append(drafter.after(prefix))
-    return TokenTree(shape, torch.tensor(tokens), torch.tensor(probs, dtype=torch.float64))
-
-
-def view(tree: TokenTree, target: World, prefix: Text) -> TargetView:
-    prefixes = node_prefixes(tree.shape, tree.tokens_N.tolist(), prefix)
-    return TargetView(logits_of([target.after(p) for p in prefixes]), Sampling(1.0))
-
-
-def emitted(tree: TokenTree, verdict: Verdict) -> Text:
-    tokens = tree.tokens_N.tolist()
-    return (*(tokens[node] for node in verdict.path[1:]), verdict.next_token)
-
-
-def one_round(
-    rule: Rule,
-    target: World,
-    drafter: World,
-    shape: TreeShape | DynamicTree,
-    prefix: Text,
-    choices: Choices,
-) -> Text:
-    """Draft, verify, and what is emitted."""
-    if rule.needs_draft_probs:
-        tree = draft_sampled(shape, drafter, prefix, choices)
-    elif isinstance(shape, DynamicTree):
-        tree = draft_grown(shape, drafter, prefix)
-    else:
-        tree = draft_ranked(shape, drafter, prefix)
-    return emitted(tree, rule.apply(tree, view(tree, target, prefix), choices))
-
-
-def speculative_law(
-    rule: Rule, target: World, drafter: World, shape: TreeShape | DynamicTree, length: int
-) -> Law:
-    """The joint law of the first `length` tokens, over as many rounds as they take."""
-    laws: dict[Text, Law] = {}
-
-    def after(prefix: Text) -> Law:
-        if len(prefix) >= length:
-            return {prefix[:length]: 1.0}
-        if prefix not in laws:
-            law: Law = defaultdict(float)
-            for text, p in outcomes(
-                lambda choices: one_round(rule, target, drafter, shape, prefix, choices)
-            ):
-                for whole, p_rest in after((*prefix, *text)).items():
-                    law[whole] += p * p_rest
-            laws[prefix] = dict(law)
-        return laws[prefix]
-
-    return after(())
-
-
-def total_variation(a: Law, b: Law) -> float:
-    return sum(abs(a.get(text, 0.0) - b.get(text, 0.0)) for text in a.keys() | b.keys()) / 2
-
-
-def assert_same_law(found: Law, expected: Law) -> None:
-    for text in found.keys() | expected.keys():
-        assert found.get(text, 0.0) == pytest.approx(expected.get(text, 0.0), abs=1e-9), text
 
 
 # The laws.
@@ -435,16 +231,6 @@ def verify_typical_ref(shape: TreeShape, tokens: list[int], p: list[list[float]]
     good = [path for path in paths if all(typical(node) for node in path[1:])]
     path = max(good, key=lambda path: (len(path), likelihood(path)))
     return {(tuple(path), token): weight for token, weight in enumerate(p[path[-1]])}
-
-
-def assert_equals_ref(
-    rule: str, tree: TokenTree, logits_NV: Tensor, sampling: Sampling, ref: VerdictLaw
-) -> None:
-    found: VerdictLaw = defaultdict(float)
-    for verdict, p in verdicts(rule, tree, TargetView(logits_NV, sampling)):
-        found[verdict.path, verdict.next_token] += p
-    for key in found.keys() | ref.keys():
-        assert found.get(key, 0.0) == pytest.approx(ref.get(key, 0.0), abs=1e-12), key
 
 
 @pytest.mark.parametrize("rule", ["greedy", "topk_tree", "typical"])
@@ -724,11 +510,16 @@ def test_what_is_impossible_never_happens_and_what_is_certain_always_does() -> N
 
 
 def test_rules_are_found_by_name_and_an_unknown_one_names_the_nearest() -> None:
-    assert sorted(RULES) == ["greedy", "token", "topk_tree", "typical"]
+    assert sorted(RULES) == [
+        *("block", "greedy", "recursive_with", "recursive_without"),
+        *("token", "topk_tree", "traversal", "typical"),
+    ]
     for name, rule in RULES.items():
         assert rule.name == name and rule_by_name(name) is rule
     with pytest.raises(UserError, match="did you mean 'topk_tree'"):
         rule_by_name("topk-tree")
+    with pytest.raises(UserError, match="did you mean 'recursive_without'"):
+        rule_by_name("recursive-without")
 
 
 def test_only_typical_acceptance_is_labelled_lossy() -> None:
@@ -738,8 +529,24 @@ def test_only_typical_acceptance_is_labelled_lossy() -> None:
 @pytest.mark.parametrize(
     ("rule", "sampling", "shape", "has_probs", "complaint"),
     [
-        ("greedy", Sampling(0.7), chain(3), True, r"temperature 0\.7 .* token, topk_tree, typical"),
-        ("token", Sampling(0.7), TWO_BY_TWO, True, r"chains only, .* 7 nodes; use one of: topk_"),
+        (
+            "greedy",
+            Sampling(0.7),
+            chain(3),
+            True,
+            r"temperature 0\.7 .* token, block, .*typical",
+        ),
+        (
+            "token",
+            Sampling(0.7),
+            TWO_BY_TWO,
+            True,
+            r"chains only, .* 7 nodes; use one of: recursive_with, recursive_without, trav",
+        ),
+        ("block", Sampling(0.7), TWO_BY_TWO, False, r"chains only, .* 7 nodes; use one of: topk_"),
+        ("block", Sampling(0.7), chain(2), False, r"probabilities, this drafter gives none; .*top"),
+        ("recursive_with", Sampling(0.7), TWO_BY_TWO, False, r"with their prob.* one of: topk_tr"),
+        ("traversal", Sampling(0.7), DynamicTree(9), True, r"at random, .* use one of: topk_tree"),
         (
             "token",
             Sampling(0.7),
@@ -761,12 +568,16 @@ def test_a_rule_that_does_not_fit_names_those_that_do(
 ) -> None:
     with pytest.raises(UserError, match=complaint) as error:
         check_rule(RULES[rule], sampling, shape, has_probs)
-    assert rule not in str(error.value).split("use one of:")[1].replace("topk_tree", "")
+    assert rule not in str(error.value).split("use one of: ")[1].split(", ")
 
 
 def test_rules_that_fit_pass() -> None:
     check_rule(RULES["greedy"], Sampling(), TWO_BY_TWO, False)
     check_rule(RULES["token"], Sampling(1.0), chain(3), True)
+    check_rule(RULES["block"], Sampling(1.0), chain(3), True)
+    for rule in ("recursive_with", "recursive_without", "traversal"):
+        check_rule(RULES[rule], Sampling(1.0), TWO_BY_TWO, True)
+        check_rule(RULES[rule], Sampling(0.0), chain(3), True)
     check_rule(RULES["topk_tree"], Sampling(1.0), TWO_BY_TWO, False)
     check_rule(RULES["typical"], Sampling(0.5), TWO_BY_TWO, False)
     check_rule(RULES["topk_tree"], Sampling(), chain(3), False)

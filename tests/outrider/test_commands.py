@@ -136,6 +136,21 @@ def test_the_lossy_rule_says_so(outrider: Command, drafter_folder: Path) -> None
     assert status == 0 and "LOSSY" in printed
 
 
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        *((rule, "--tree") for rule in ("recursive_with", "recursive_without", "traversal")),
+        *((rule, "--chain") for rule in ("token", "block")),
+    ],
+)
+def test_a_rule_over_drawn_drafts_generates(
+    rule: str, shape: str, outrider: Command, drafter_folder: Path
+) -> None:
+    options = ["--max-new-tokens", 8, "--temperature", 0.8, "--rule", rule, shape, 3]
+    status, printed, _ = outrider("generate", drafter_folder, "What is the rain?", *options)
+    assert status == 0 and "acceptance length" in printed and "LOSSY" not in printed
+
+
 WRONG = {
     "no such drafter": (["bench", "nowhere"], "no such drafter"),
     "no drafter": (["bench"], "give one drafter"),
@@ -153,6 +168,11 @@ WRONG = {
     "rule that does not fit": (
         ["bench", "{drafter}", "--rule", "greedy", "--temperature", "1"],
         "greedy",
+    ),
+    "unknown rule for trees": (["bench", "{drafter}", "--rule", "traversl"], "'traversal'"),
+    "rule for chains": (
+        ["bench", "{drafter}", "--rule", "block", "--temperature", "1", "--tree", "4"],
+        "verifies chains only, given a tree of 5 nodes; use one of: recursive_with, ",
     ),
     "temperature below 0": (["bench", "{drafter}", "--temperature", "-1"], "temperature"),
     "top-p of 0": (["bench", "{drafter}", "--temperature", "1", "--top-p", "0"], "top-p"),
