@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_ob
 from torch import Tensor, nn
 
 from heads.base import Criterion, Drafter, TrainingBatch
+from heads.blocks import TiedEmbedding
 from heads.errors import UserError
 from train.recipe import LossSection, Recipe
 
@@ -109,10 +110,22 @@ class Engine:
                 f"launched as {self.accelerator.distributed_type.value}; this trainer runs on one "
                 "process, DDP, or DeepSpeed ZeRO-2 and ZeRO-3 (configs/accelerate)"
             )
+        self._refuse_tied()
         self._fill_deepspeed()
         self.parameter_counts = [p.numel() for p in drafter.parameters()]
         module = Forward(drafter.to(self.device), recipe.precision, recipe.loss)
         self.model, self.optimizer = self.accelerator.prepare(module, self._optimizer())
+
+    def _refuse_tied(self) -> None:
+        """A matrix that one step reads both as embedding and as output hangs under ZeRO-3."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        tied = any(isinstance(module, TiedEmbedding) for module in self.drafter.modules())
+        if plugin is not None and plugin.zero_stage == 3 and tied:
+            raise UserError(
+                f"a drafter of kind {self.drafter.kind!r} with an embedding of its own was given "
+                "to ZeRO-3, which cannot share out a matrix that is read twice in a step; share "
+                "the target's embedding, or launch with DDP or ZeRO-2"
+            )
 
     @property
     def device(self) -> torch.device:

@@ -87,13 +87,15 @@ def exported_by_form(
     """Folders of the drafters that feed on themselves, each made when it is first asked for.
 
     `plain`: EAGLE-1. `reduced`: EAGLE-3 over a draft vocabulary. `fused`: the same one over the
-    whole vocabulary. `whole`: an MTP head with its target. The folders' names hold no method's.
+    whole vocabulary. `whole`: an MTP head with its target. `student`: a draft model. The folders'
+    names hold no method's.
     """
     folder = tmp_path_factory.mktemp("vllm")
     drafters = {
         "plain": ("eagle", {"num_steps": 2}),
         "reduced": ("eagle3", {"draft_vocab_size": 1000, "norm_before_residual": True}),
         "whole": ("mtp", {}),
+        "student": ("draft_model", {"student": {"layers": 3}}),
     }
     optimizer = {"lr": 1e-3, "micro_batch": 2}
 

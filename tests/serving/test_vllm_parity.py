@@ -22,7 +22,7 @@ from infer.serving import CheckSettings, check, open_exported
 from infer.target import TargetModel, resolve
 from tests.serving.conftest import PROMPTS
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.xdist_group("medusa")]
 
 
 def questions(target: TargetModel, per_category: int) -> list[Question]:

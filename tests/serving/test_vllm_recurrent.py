@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,17 @@ from tests.serving.test_vllm_parity import assert_same_figures, show
 
 pytestmark = pytest.mark.serving
 
-FORMS = ["plain", "fused", "reduced", "whole"]
-DEPTHS = {form: (1, 2, 3, 4, 5) for form in FORMS} | {"whole": (1, 3, 5)}
+DEPTHS = {
+    **dict.fromkeys(("plain", "fused", "reduced"), (1, 2, 3, 4, 5)),
+    **dict.fromkeys(("whole", "student"), (1, 3, 5)),
+}
+WORKERS = {"fused": "reduced"}
+"""Which tests share a process, where that is not their form's own: `fused` is made of `reduced`."""
+
+
+def case(form: str, *values: int) -> Any:
+    """A case of a form; those of one worker find what is trained for it there."""
+    return pytest.param(form, *values, marks=pytest.mark.xdist_group(WORKERS.get(form, form)))
 
 
 def questions(target: TargetModel, num: int) -> list[Question]:
@@ -23,7 +33,9 @@ def questions(target: TargetModel, num: int) -> list[Question]:
     return load_questions(PROMPTS, target, per_category=1 + num // 8)[:num]
 
 
-@pytest.mark.parametrize(("form", "depth"), [(form, k) for form in FORMS for k in DEPTHS[form]])
+@pytest.mark.parametrize(
+    ("form", "depth"), [case(form, depth) for form, depths in DEPTHS.items() for depth in depths]
+)
 def test_float32_acceptance_in_vllm_is_ours(
     form: str, depth: int, exported_by_form: Callable[[str], Path], target: TargetModel
 ) -> None:
@@ -37,7 +49,7 @@ def test_float32_acceptance_in_vllm_is_ours(
         assert result.engines == result.ours
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [case(form) for form in DEPTHS])
 def test_bfloat16_acceptance_in_vllm_is_ours(
     form: str, exported_by_form: Callable[[str], Path], rough_target: TargetModel
 ) -> None:

@@ -105,11 +105,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert_same_run(whole, parts)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_two_processes_are_one_run(engine: str, recipes: Recipes) -> None:
+@pytest.mark.parametrize(("engine", "embedding"), [("ddp", "own"), ("zero3", "shared")])
+def test_two_processes_are_one_run(engine: str, embedding: str, recipes: Recipes) -> None:
     """With an embedding of its own, which is read as tokens go in and as logits come out."""
     changes: dict[str, Any] = {
-        "drafter": STUDENT | {"embedding": "own"},
+        "drafter": STUDENT | {"embedding": embedding},
         "loss": {"terms": {"forward_kl": 1.0}},
         "stop": {"max_steps": 4},
     }
@@ -121,6 +121,15 @@ def test_two_processes_are_one_run(engine: str, recipes: Recipes) -> None:
     done = run_training(pair, launcher=launcher(engine), kind=KIND)
     assert done.returncode == 0, done.stderr
     assert_close(pair.with_suffix(""), alone)
+
+
+def test_an_embedding_of_its_own_is_refused_under_zero3(recipes: Recipes) -> None:
+    own = STUDENT | {"embedding": "own"}
+    pair = recipes("pair", drafter=own, loss={"terms": {"forward_kl": 1.0}}, stop={"max_steps": 1})
+    os.symlink(ROOT / "configs", pair.parent / "configs")
+    done = run_training(pair, launcher=launcher("zero3"), kind=KIND)
+    assert done.returncode != 0
+    assert "launch with DDP or ZeRO-2" in done.stderr
 
 
 ON_POLICY = {"share": 0.6, "max_new_tokens": 6, "every": 3}
