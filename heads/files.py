@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Files and folders that are written whole or not at all, and read quietly."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from heads.errors import UserError
 
@@ -97,3 +98,20 @@ def whole_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
         for folder in made if not out.exists() else []:
             with suppress(OSError):
                 folder.rmdir()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings while a model loads."""
+    level, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

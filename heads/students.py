@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from heads.base import SharedWeights, TargetIdentity
 from heads.decoder import planned
 from heads.errors import UserError
+from heads.files import quiet_transformers
 from heads.schema import Strict
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -139,9 +140,10 @@ def _narrowed(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
 def load_student(name: str) -> Any:
     """The causal LM of a folder or hub id, in float32."""
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True
-        )
+        with quiet_transformers():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True
+            )
     except LOADING_ERRORS as error:
         raise UserError(_unreadable(name, error)) from None
     wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
@@ -164,7 +166,8 @@ def _unreadable(name: str, error: Exception) -> str:
 def refuse_unfit(name: str, loaded: Any, target: TargetIdentity, shared: SharedWeights) -> None:
     """Raise UserError for a student with other tokens than the target's, or a larger one."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(name)
     except LOADING_ERRORS as error:
         raise UserError(_unreadable(name, error)) from None
     refuse_other_tokens(name, tokenizer, target, shared.tokenizer)

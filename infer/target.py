@@ -18,12 +18,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from heads.base import Needs, SharedWeights, TargetIdentity, native_prefixes
 from heads.cache import TreeCache
 from heads.decoder import decoder_fields
 from heads.errors import UserError
+from heads.files import quiet_transformers
 from heads.tree import TokenTree, TreeShape
 from infer.embedded import embedded_target
 
@@ -82,7 +82,7 @@ class TargetModel:
         """A target by name: `demo` (the embedded one), a local folder, or a Hugging Face id."""
         source = resolve(name)
         options = {"revision": revision, "trust_remote_code": trust_remote_code}
-        with _quiet_transformers():
+        with quiet_transformers():
             try:
                 config = AutoConfig.from_pretrained(source, **options)
                 tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -344,20 +344,3 @@ def _load_message(name: str, error: Exception) -> str:
         "expected 'demo', a local folder with config, safetensors and tokenizer, "
         "or a Hugging Face id"
     )
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings while a model loads."""
-    level, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
