@@ -209,6 +209,8 @@ class Drafter(nn.Module, ABC):
     trainable: ClassVar[bool] = True
     can_sample: ClassVar[bool] = False
     """Whether it can draw drafts at random and tell their true probabilities."""
+    draws_trees: ClassVar[bool] = True
+    """Whether drafts drawn at random can be a tree."""
     reduces_vocab: ClassVar[bool] = True
     """Whether it can draft over a draft vocabulary."""
     can_grow: ClassVar[bool] = False

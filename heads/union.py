@@ -42,6 +42,7 @@ class Union(Drafter):
     """
 
     kind = "joined"
+    draws_trees = False
 
     def __init__(
         self,

@@ -215,7 +215,8 @@ def rule_for(settings: GenerationSettings, drafter: Drafter | None) -> Rule:
     if drafter is None:
         return rule_by_name("greedy" if settings.sampling.greedy else "topk_tree")
     rule = rule_by_name(settings.rule)
-    check_rule(rule, settings.sampling, settings.shape, drafter.can_sample)
+    draws = drafter.can_sample and (drafter.draws_trees or settings.shape.is_chain)
+    check_rule(rule, settings.sampling, settings.shape, draws)
     if isinstance(settings.shape, DynamicTree):
         check_grows(drafter)
     depth = drafter.max_depth

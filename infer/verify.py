@@ -211,5 +211,5 @@ def _misfit(
     if rule.needs_draft_probs and isinstance(shape, DynamicTree):
         return f"needs drafts drawn at random, those of a {shape} are the drafter's best candidates"
     if rule.needs_draft_probs and not drafter_has_probs:
-        return "needs drafts drawn at random with their probabilities, this drafter gives none"
+        return "needs drafts drawn at random with their probabilities, this drafter gives none here"
     return None

@@ -11,7 +11,7 @@ from heads.base import DraftBudget, Drafter, DraftState, drafter_class, drafter_
 from heads.errors import UserError
 from heads.tree import DynamicTree, TokenTree, TreeShape, chain, cut
 from heads.union import Union, merged
-from infer.loop import GenerationSettings, speculative_generate
+from infer.loop import GenerationSettings, rule_for, speculative_generate
 from infer.sampling import Sampling
 from infer.target import TargetModel
 from tests.heads.test_drafters import new_drafter, state_of
@@ -229,6 +229,9 @@ def test_trees_are_not_drawn_at_random(tiny_target: TargetModel) -> None:
     budget = DraftBudget(TREE, Sampling(1.0).probs, torch.Generator())
     with pytest.raises(UserError, match=r"draws no trees at random; use a chain .* topk_tree"):
         union.propose(state_of(drafter, tiny_target, REPEATED), budget)
+    settings = GenerationSettings(4, Sampling(1.0), "traversal", TREE)
+    with pytest.raises(UserError, match=r"gives none here; use one of: topk_tree"):
+        rule_for(settings, union)
 
 
 def test_a_deep_path_keeps_clear_of_the_contexts_end(make_model: Any, make_tokenizer: Any) -> None:

@@ -544,7 +544,13 @@ def test_only_typical_acceptance_is_labelled_lossy() -> None:
             r"chains only, .* 7 nodes; use one of: recursive_with, recursive_without, trav",
         ),
         ("block", Sampling(0.7), TWO_BY_TWO, False, r"chains only, .* 7 nodes; use one of: topk_"),
-        ("block", Sampling(0.7), chain(2), False, r"probabilities, this drafter gives none; .*top"),
+        (
+            "block",
+            Sampling(0.7),
+            chain(2),
+            False,
+            r"probabilities, this drafter gives none here; .*top",
+        ),
         ("recursive_with", Sampling(0.7), TWO_BY_TWO, False, r"with their prob.* one of: topk_tr"),
         ("traversal", Sampling(0.7), DynamicTree(9), True, r"at random, .* use one of: topk_tree"),
         (
